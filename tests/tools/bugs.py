@@ -1,0 +1,94 @@
+"""List each row of docs/field-bugs.md with the tests that cite it; fail when a row that must have one has none."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = ROOT / "docs" / "field-bugs.md"
+PARTS = {
+    "disk": "the disk tier",
+    "ranks": "several ranks of one engine",
+    "redis": "the redis tier",
+    "scheduler": "the restore decision and per-request control",
+    "server": "kvtier-server",
+}
+
+
+class Row(NamedTuple):
+    id: str
+    kit: str
+    covers: str
+    source: str
+    symptom: str
+    right: str
+    scenario: str
+
+
+class CitedBugs:
+    """A pytest plugin that gathers, from collected tests, bug id to the tests marked with it."""
+
+    def __init__(self) -> None:
+        self.tests: defaultdict[str, list[str]] = defaultdict(list)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        for item in session.items:
+            test = item.nodeid.partition("[")[0]
+            for bug in dict.fromkeys(bug for marker in item.iter_markers("bug") for bug in marker.args):
+                if test not in self.tests[bug]:
+                    self.tests[bug].append(test)
+
+
+def read_rows(text: str) -> list[Row]:
+    """The rows of every table in the document, in its order."""
+    rows = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if re.fullmatch(r"[A-Z]{2}\d\d", cells[0]):
+            rows.append(Row(*cells))
+    return rows
+
+
+def collect() -> CitedBugs:
+    """Collect the test suite without running it; exits with pytest's output when that fails."""
+    cited = CitedBugs()
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        code = pytest.main(["--collect-only", "--quiet", f"--rootdir={ROOT}", str(ROOT / "tests")], plugins=[cited])
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        sys.exit(f"{output.getvalue()}\nThe tests cannot be collected.")
+    return cited
+
+
+def main() -> None:
+    rows = read_rows(TABLE.read_text())
+    tests = collect().tests
+    problems = [
+        f"{bug} is cited by {', '.join(tests[bug])} but is no row" for bug in tests.keys() - {r.id for r in rows}
+    ]
+    for row in rows:
+        print(f"{row.id}  {row.kit:<5}  {row.symptom}")
+        for test in tests.get(row.id, []):
+            print(f"         {test}")
+        if row.id in tests:
+            continue
+        if row.covers == "now":
+            problems.append(f"{row.id} has no test: {row.scenario}")
+            print("         no test")
+        else:
+            print(f"         later: {PARTS[row.covers]}")
+    print(f"\n{len(rows)} rows, {sum(row.id in tests for row in rows)} with tests", flush=True)
+    if problems:
+        sys.exit("\n".join(sorted(problems)))
+
+
+if __name__ == "__main__":
+    main()
