@@ -1,0 +1,152 @@
+"""The command line: `kvtier config`, and the subcommands that installed packages register under `kvtier.commands`.
+
+An entry point of that group names a `typer.Typer` or a function with annotated parameters. It is imported when its
+command runs, so listing the commands imports neither torch nor the packages that stand on the core.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from typing import Annotated, NamedTuple
+
+import typer
+
+from kvtier import __version__
+from kvtier.errors import KVTierError
+
+__all__ = ["COMMAND_GROUP", "build_app", "main"]
+
+COMMAND_GROUP = "kvtier.commands"
+_OUR_PACKAGES = ("kvtier", "kvtier_connectors", "kvtier_engine", "kvtier_kernels")
+
+
+class _Listing(NamedTuple):
+    help: str
+    extra: str
+
+    @property
+    def install(self) -> str:
+        return f"pip install 'kvtier[{self.extra}]'"
+
+
+# What `kvtier --help` shows for the commands of this distribution, without importing them.
+_LISTINGS = {
+    "bench": _Listing("Measure storing, restoring and lookup against what the machine can do.", "bench"),
+    "demo": _Listing("Chat sessions on a real model whose KV cache is stored in host memory and restored.", "engine"),
+    "selftest": _Listing("Prove on the configured store that restored blocks are bit-equal to stored ones.", "engine"),
+}
+
+
+class CommandError(KVTierError):
+    """A registered subcommand cannot be loaded here; the message says what to install."""
+
+
+def main(args: Sequence[str] | None = None, commands: Iterable[EntryPoint] | None = None) -> None:
+    """Run the command line, with the installed commands unless others are given.
+
+    A mistake of the caller's ends in exit code 2 and one line on stderr.
+    """
+    app = build_app(entry_points(group=COMMAND_GROUP) if commands is None else commands)
+    try:
+        typer.main.get_command(app)(args=args, prog_name="kvtier")
+    except KVTierError as error:
+        sys.stderr.write(f"kvtier: {' '.join(str(error).split())}\n")
+        sys.exit(2)
+
+
+def build_app(commands: Iterable[EntryPoint]) -> typer.Typer:
+    """The application with its own commands and these; each loads what it names only when it is run."""
+    app = typer.Typer(
+        name="kvtier", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=_HELP
+    )
+    app.callback()(_root)
+    app.command("config")(_config)
+    for command in sorted(commands, key=lambda command: command.name):
+        _register(app, command)
+    return app
+
+
+_HELP = "Keeps the KV cache of a paged-attention LLM engine alive after it leaves the GPU."
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvtier {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options that stand before a subcommand."""
+
+
+def _config(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+    """Show every setting in effect and where it comes from."""
+    from kvtier.config import MemorySnapshot, load_settings_with_sources
+
+    loaded = load_settings_with_sources()
+    memory = MemorySnapshot.read()
+    pool_bytes = loaded.settings.host.pool_bytes(memory)
+    values = {
+        f"{section}.{name}": value
+        for section, group in loaded.settings.model_dump().items()
+        for name, value in group.items()
+    }
+    if as_json:
+        settings = {name: {"value": value, "source": loaded.sources[name]} for name, value in values.items()}
+        typer.echo(json.dumps({"settings": settings, "host_pool_bytes": pool_bytes}, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("setting", "value", "source")
+    for name, value in values.items():
+        table.add_row(name, str(value).lower() if isinstance(value, bool) else str(value), loaded.sources[name])
+    console = Console()
+    console.print(table)
+    console.print(f"Host pool of one engine: {pool_bytes / 2**30:.2f} GiB ({memory.describe()})", soft_wrap=True)
+
+
+def _register(app: typer.Typer, entry_point: EntryPoint) -> None:
+    name = entry_point.name
+    listing = _LISTINGS.get(name)
+    owner = entry_point.dist.name if entry_point.dist else "an installed package"
+
+    # Everything behind the name, `--help` included, is left for the real command to read.
+    @app.command(
+        name,
+        help=listing.help if listing else f"Provided by {owner}.",
+        add_help_option=False,
+        context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False},
+    )
+    def forward(context: typer.Context) -> None:
+        try:
+            run = _load(entry_point)
+            code = run(args=context.args, prog_name=f"kvtier {name}", standalone_mode=False)
+        except ModuleNotFoundError as error:
+            missing = (error.name or "").partition(".")[0]
+            remedy = f"reinstall {owner}" if missing in _OUR_PACKAGES or not listing else listing.install
+            raise CommandError(f"{name} needs the module {error.name}, which is not installed: {remedy}") from error
+        if isinstance(code, int) and code:
+            raise typer.Exit(code)
+
+
+def _load(entry_point: EntryPoint) -> Callable[..., object]:
+    """Import what the entry point names, as a callable that takes arguments and runs the command."""
+    try:
+        command = entry_point.load()
+    except ModuleNotFoundError:
+        raise
+    except (ImportError, AttributeError, OSError) as error:  # OSError: a shared library that does not load
+        raise CommandError(f"{entry_point.name} cannot be loaded ({entry_point.value}): {error}") from error
+    if isinstance(command, typer.Typer):
+        return typer.main.get_command(command)
+    app = typer.Typer(add_completion=False)
+    app.command(entry_point.name)(command)
+    return typer.main.get_command(app)

@@ -1,0 +1,115 @@
+"""What can be set: one frozen model a subsystem, checked when it is made."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from kvtier.config.machine import MemorySnapshot
+from kvtier.errors import ConfigError
+
+__all__ = ["HostSettings", "RestoreSettings", "Settings", "StoreSettings"]
+
+PAGE_BYTES = 4096
+_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
+_SIZE_FORM = "write bytes as a positive integer, or a number and B, KiB, MiB, GiB or TiB, such as '8GiB'"
+
+
+def parse_size(value: object) -> int:
+    """Bytes from a positive integer or text with a binary unit; '4.1GiB' is rounded down to a whole byte."""
+    num_bytes = value
+    if isinstance(value, str) and (match := _SIZE.fullmatch(value)) and match[2] in _UNITS:
+        whole, _, fraction = match[1].partition(".")
+        num_bytes = int(whole + fraction) * _UNITS[match[2]] // 10 ** len(fraction)
+    if type(num_bytes) is not int or num_bytes <= 0:
+        raise ValueError(_SIZE_FORM)
+    return num_bytes
+
+
+def parse_host_size(value: object) -> int | Literal["auto"]:
+    """As `parse_size`, or the word 'auto'."""
+    if value == "auto":
+        return "auto"
+    try:
+        return parse_size(value)
+    except ValueError as error:
+        raise ValueError(f"{error}, or 'auto'") from None
+
+
+class _Subsystem(BaseModel):
+    # Strict: text is read as a number only where it comes from the environment, and true is never 1.
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+
+
+class HostSettings(_Subsystem):
+    """The host tier: one mapping of this machine's memory."""
+
+    size: Annotated[int | Literal["auto"], BeforeValidator(parse_host_size)] = "auto"
+    """Bytes of the host pool of one engine, or 'auto'."""
+    workers: Annotated[int, Field(ge=1)] = 1
+    """Engines on this machine that each hold a pool of this size."""
+    slab: Annotated[int, BeforeValidator(parse_size), Field(ge=PAGE_BYTES)] = 64 << 20
+    """Bytes by which the pool is handed to a size class of blocks."""
+    pin: Literal["off", "prefer", "require"] = "off"
+    """Whether the pool's pages are locked in memory."""
+
+    @model_validator(mode="after")
+    def _check(self) -> HostSettings:
+        if self.slab & (self.slab - 1):
+            raise ValueError(f"host.slab must be a power of two of at least {PAGE_BYTES}, not {self.slab}")
+        if self.size != "auto" and self.size < self.slab:
+            raise ValueError(
+                f"host.size {self.size} is smaller than one slab: raise host.size, or lower host.slab (now {self.slab})"
+            )
+        return self
+
+    def pool_bytes(self, memory: MemorySnapshot) -> int:
+        """Bytes of this engine's pool on a machine with this memory; ConfigError when it has not that much.
+
+        'auto' is half of what machine and control group allow, divided by the workers, in whole slabs.
+        """
+        if self.size == "auto":
+            share = memory.limit_bytes // 2 // self.workers // self.slab * self.slab
+            if not share:
+                raise ConfigError(
+                    f"host.size = 'auto': half of this memory ({memory.describe()}) divided by "
+                    f"host.workers = {self.workers} is less than host.slab = {self.slab}; lower one of the two"
+                )
+            return share
+        if self.size * self.workers > memory.limit_bytes:
+            raise ConfigError(
+                f"host.size = {self.size} for each of host.workers = {self.workers} needs {self.size * self.workers} "
+                f"bytes, more than there are ({memory.describe()}); lower host.size or host.workers, or use 'auto'"
+            )
+        return self.size
+
+
+class StoreSettings(_Subsystem):
+    """The way down: which blocks are stored, and when."""
+
+    policy: Literal["on_evict", "write_through", "off"] = "on_evict"
+    """When a block is stored."""
+    horizon_steps: Annotated[float, Field(gt=0)] = 2.5
+    """Steps of allocation ahead of which an evictable block is stored."""
+    max_inflight_blocks: Annotated[int, Field(ge=1)] = 64
+    """Blocks whose copy down may be running at once."""
+
+
+class RestoreSettings(_Subsystem):
+    """The way up."""
+
+    enabled: bool = True
+    """Whether stored blocks are restored at all."""
+    max_inflight_blocks: Annotated[int, Field(ge=1)] = 512
+    """Blocks that may be on their way up at once."""
+
+
+class Settings(_Subsystem):
+    """Everything that can be set. `Settings()` is the defaults; `load_settings` reads file and environment."""
+
+    host: HostSettings = HostSettings()
+    store: StoreSettings = StoreSettings()
+    restore: RestoreSettings = RestoreSettings()

@@ -1,0 +1,46 @@
+"""The exceptions kvtier raises for a caller's mistakes; a cache miss is a value, never one of these."""
+
+from __future__ import annotations
+
+__all__ = [
+    "ClosedError",
+    "ConfigError",
+    "ForkedError",
+    "IntegrityError",
+    "KVTierError",
+    "LayoutError",
+    "LeaseError",
+    "TokenError",
+]
+
+
+class KVTierError(Exception):
+    """Root of every exception that kvtier raises on purpose."""
+
+
+class ConfigError(KVTierError, ValueError):
+    """A setting is unknown, malformed, or contradicts another or the machine; the message names it and the way out."""
+
+
+class LayoutError(KVTierError, ValueError):
+    """A KV layout or pool shape that kvtier cannot store, or that is not the one a store was opened for."""
+
+
+class TokenError(KVTierError, ValueError):
+    """Tokens or chain extras that cannot be hashed: out of range, or not integers."""
+
+
+class LeaseError(KVTierError, RuntimeError):
+    """A lease or reservation was used after it ended, or ended twice."""
+
+
+class ClosedError(KVTierError, RuntimeError):
+    """The object was used after `close()`."""
+
+
+class ForkedError(KVTierError, RuntimeError):
+    """A store opened before a fork was used in the child; open one in the child instead."""
+
+
+class IntegrityError(KVTierError, AssertionError):
+    """`check_integrity()` found a broken invariant of ours: a bug in kvtier, or memory scribbled over."""

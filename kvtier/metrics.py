@@ -1,0 +1,165 @@
+"""What kvtier counts, each event once.
+
+Mutable counters inside, a frozen snapshot outside, Prometheus from the snapshot.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+from kvtier.errors import IntegrityError
+from kvtier.reasons import DropReason, MissReason
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+__all__ = ["Ledger", "LedgerSnapshot", "StatsCollector", "StatsSnapshot", "StoreCounters"]
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerSnapshot:
+    """Where every due block went: `due == stored + sum(dropped) + pending`. In blocks."""
+
+    due: int
+    """Blocks that were to be copied down."""
+    stored: int
+    """Copied and committed."""
+    dropped: Mapping[DropReason, int]
+    """Not stored, by reason; reasons with a count of 0 are absent."""
+    pending: int
+    """Being copied now."""
+
+
+class Ledger:
+    """Counts stores from due to stored or dropped. Owned by one thread; `snapshot` may be called from any.
+
+    Mutable state: everything, guarded by `_lock`, so that the equation holds in every snapshot.
+    """
+
+    __slots__ = ("_dropped", "_due", "_lock", "_pending", "_stored")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._due = 0
+        self._stored = 0
+        self._pending = 0
+        self._dropped: Counter[DropReason] = Counter()
+
+    def add_due(self, num_blocks: int) -> None:
+        with self._lock:
+            self._due += num_blocks
+            self._pending += num_blocks
+
+    def add_stored(self, num_blocks: int) -> None:
+        with self._lock:
+            self._pending -= num_blocks
+            self._stored += num_blocks
+
+    def add_dropped(self, reason: DropReason, num_blocks: int) -> None:
+        if num_blocks:
+            with self._lock:
+                self._pending -= num_blocks
+                self._dropped[reason] += num_blocks
+
+    def snapshot(self) -> LedgerSnapshot:
+        with self._lock:
+            return LedgerSnapshot(self._due, self._stored, dict(self._dropped), self._pending)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless due = stored + dropped + pending and nothing is negative."""
+        now = self.snapshot()
+        if now.pending < 0 or now.due != now.stored + sum(now.dropped.values()) + now.pending:
+            raise IntegrityError(f"ledger: due = stored + dropped + pending does not hold: {now}")
+
+
+class StoreCounters:
+    """The store's own events since it opened. Every reader and writer holds `lock`, so that a snapshot adds up."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.lookups = 0
+        self.asked_blocks = 0
+        self.hit_blocks = 0
+        self.stored_blocks = 0
+        self.stored_bytes = 0
+        self.resets = 0
+        self.misses: Counter[MissReason] = Counter()
+        self.errors: Counter[str] = Counter()
+
+
+@dataclass(frozen=True, slots=True)
+class StatsSnapshot:
+    """One moment of a store. Counters run from its opening; nothing is ever negative."""
+
+    lookups: int
+    """Admissions that asked the store, each counted once however long the request waited."""
+    asked_blocks: int
+    """Blocks those admissions asked for: the full blocks that the engine's own prefix cache did not have."""
+    hit_blocks: int
+    """Blocks of those that were here: `hit_blocks / asked_blocks` is the hit rate."""
+    misses: Mapping[str, int]
+    """Blocks asked for and not served, by reason: `asked = hit + sum(misses)`, until a restore of a hit fails."""
+    stored_blocks: int
+    """Blocks committed to the host tier."""
+    stored_bytes: int
+    """Bytes of those blocks."""
+    evicted_blocks: int
+    """Blocks that gave their slot to another."""
+    resets: int
+    """Times the cache was reset, which is the epoch."""
+    errors: Mapping[str, int]
+    """Exceptions caught and turned into misses or drops, by type."""
+    host_blocks: int
+    """Blocks in the host tier now."""
+    host_used_bytes: int
+    """Whole slots in use now, leased ones included."""
+    host_reserved_bytes: int
+    """The host pool's size."""
+    host_touched_bytes: int
+    """How much of the pool has pages yet by the background thread's work."""
+    host_pinned_bytes: int
+    """How much of the pool is locked in memory."""
+    leases: int
+    """Leases out now."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Blocks served over blocks asked for; 0.0 before the first lookup."""
+        return self.hit_blocks / self.asked_blocks if self.asked_blocks else 0.0
+
+
+GAUGES = frozenset(
+    {"host_blocks", "host_used_bytes", "host_reserved_bytes", "host_touched_bytes", "host_pinned_bytes", "leases"}
+)
+LABELS = {"misses": "reason", "errors": "type"}
+
+
+class StatsCollector:
+    """A prometheus-client collector over a store: `REGISTRY.register(StatsCollector(store.stats))`.
+
+    Reads one snapshot a scrape, so that a scrape is consistent and nothing is counted twice.
+    """
+
+    def __init__(self, snapshot: Callable[[], StatsSnapshot]) -> None:
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterable[Metric]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        now = self._snapshot()
+        for field in fields(StatsSnapshot):
+            name, value = f"kvtier_{field.name}", getattr(now, field.name)
+            help_text = field.name.replace("_", " ")
+            if field.name in GAUGES:
+                yield GaugeMetricFamily(name, help_text, value=value)
+            elif field.name in LABELS:
+                family = CounterMetricFamily(name, help_text, labels=[LABELS[field.name]])
+                for label, count in value.items():
+                    family.add_metric([label], count)
+                yield family
+            else:
+                yield CounterMetricFamily(name, help_text, value=value)

@@ -1,0 +1,260 @@
+"""The store: what a connector opens. One host pool, the tiers, the epoch, and the counts."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.config import MemorySnapshot, Settings
+from kvtier.errors import ClosedError, ForkedError, LayoutError
+from kvtier.keys import BlockDigest, Namespace
+from kvtier.memory import Pinner, PoolMemory
+from kvtier.metrics import StatsSnapshot, StoreCounters
+from kvtier.pool import HostPool, Lease, Owner
+from kvtier.reasons import DropReason, MissReason
+from kvtier.tickets import Ticket
+from kvtier.tiers.host import Eviction, HostTier, Reservation
+
+__all__ = ["Lookup", "Space", "Store"]
+
+logger = logging.getLogger("kvtier.store")
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """The answer of a lookup: how many leading blocks are held, and why the next one is not."""
+
+    num_blocks: int
+    miss: MissReason | None
+    """None when every block asked for is held."""
+
+
+class Store:
+    """Owns the host pool and the tiers of one process. Opened once, shared by the spaces of several layouts.
+
+    Every call decides in memory and returns at once; none does I/O. Calls may come from any thread. A store opened
+    before a fork refuses to be used in the child, where its threads and locks would be dead copies.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        memory: MemorySnapshot | None = None,
+        pinner: Pinner | None = None,
+        touch: bool = True,
+    ) -> None:
+        """memory: what the pool's size is checked against, read from the machine if not given.
+
+        Pinner, touch: for tests.
+        """
+        host = settings.host
+        pool_bytes = host.pool_bytes(memory or MemorySnapshot.read())
+        self._memory = PoolMemory(pool_bytes, pin=host.pin, pinner=pinner, touch=touch)
+        try:
+            self._pool = HostPool(self._memory, host.slab)
+            self._host = HostTier(self._pool)
+        except BaseException:
+            self._memory.close()
+            raise
+        self._settings = settings
+        self._counters = StoreCounters()
+        self._spaces: list[Space] = []
+        self._epoch = 0
+        self._pid = os.getpid()
+        self._closed = False
+
+    @property
+    def settings(self) -> Settings:
+        return self._settings
+
+    @property
+    def host(self) -> HostTier:
+        return self._host
+
+    @property
+    def pool(self) -> HostPool:
+        return self._pool
+
+    @property
+    def epoch(self) -> int:
+        """Counts resets; part of every namespace digest."""
+        return self._epoch
+
+    @property
+    def counters(self) -> StoreCounters:
+        return self._counters
+
+    def open_space(self, namespace: Namespace) -> Space:
+        """The part of the store that one engine's blocks live in. Raises LayoutError when a block fits no slab."""
+        self.check_usable()
+        if self._pool.capacity_slots(namespace.layout.block_bytes) < 1:
+            raise LayoutError(f"host.size holds not one block of {namespace.layout.block_bytes} bytes; raise it")
+        space = Space(self, namespace)
+        self._spaces.append(space)
+        return space
+
+    def reset(self) -> int:
+        """Make everything stored so far unreachable, in every tier, and start a new epoch; returns blocks forgotten.
+
+        For new weights under the same name. Copies under way end as `DropReason.RESET`; leases keep their bytes.
+        """
+        self.check_usable()
+        old = [space.digest for space in self._spaces]
+        self._epoch += 1
+        for space in self._spaces:
+            space._renew()
+        with self._counters.lock:
+            self._counters.resets += 1
+        return sum(self._host.reset(digest) for digest in old)
+
+    def stats(self) -> StatsSnapshot:
+        """A snapshot; cheap enough for every scrape."""
+        self._check_process()
+        counters, usage = self._counters, self._pool.usage()
+        with counters.lock:
+            return StatsSnapshot(
+                lookups=counters.lookups,
+                asked_blocks=counters.asked_blocks,
+                hit_blocks=counters.hit_blocks,
+                misses={reason.value: count for reason, count in sorted(counters.misses.items())},
+                stored_blocks=counters.stored_blocks,
+                stored_bytes=counters.stored_bytes,
+                evicted_blocks=self._host.num_evicted,
+                resets=counters.resets,
+                errors=dict(counters.errors),
+                host_blocks=self._host.num_blocks,
+                host_used_bytes=usage.used_bytes,
+                host_reserved_bytes=usage.reserved_bytes,
+                host_touched_bytes=usage.touched_bytes,
+                host_pinned_bytes=usage.pinned_bytes,
+                leases=usage.num_leases,
+            )
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when pool, index and order disagree. O(blocks): for tests and `kvtier selftest`."""
+        self._host.check_integrity()
+
+    def check_usable(self) -> None:
+        """Raises ClosedError after `close`, ForkedError in a forked child."""
+        if self._closed:
+            raise ClosedError("the store is closed")
+        self._check_process()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedError(
+                f"this store belongs to process {self._pid}, not to its fork {os.getpid()}: open a store in the child"
+            )
+
+    def close(self) -> None:
+        """Unmap the pool. The connector has stopped its copies first. Idempotent; in a forked child it does nothing."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        self._host.close()
+        self._pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Space:
+    """One namespace's view of the store; binds every call to that namespace and the current epoch."""
+
+    def __init__(self, store: Store, namespace: Namespace) -> None:
+        self._store = store
+        self._host = store.host
+        self.namespace = namespace
+        self.block_bytes = namespace.layout.block_bytes
+        self.digest = namespace.digest(store.epoch)
+
+    @property
+    def buffer(self) -> npt.NDArray[np.uint8]:
+        """The host pool's bytes; a lease's offset points into it."""
+        return self._store.pool.buffer
+
+    @property
+    def capacity_blocks(self) -> int:
+        """Blocks of this layout that the host pool holds when it holds nothing else."""
+        return self._store.pool.capacity_slots(self.block_bytes)
+
+    def owner(self, name: str) -> Owner:
+        """A holder for leases and reservations; closing it ends them all."""
+        return self._store.pool.owner(name)
+
+    def lookup(self, digests: Sequence[BlockDigest]) -> Ticket[Lookup]:
+        """Which leading blocks of a prompt are held. Pure: no lease, no recency, no statistics."""
+        self._store.check_usable()
+        held = self._host.committed_run(self.digest, digests)
+        miss = None if held == len(digests) else self._host.why_missing(self.digest, digests[held])
+        return Ticket.resolved(Lookup(held, miss))
+
+    def holds(self, digest: BlockDigest) -> bool:
+        """True when the block is in the host tier or being copied there: there is nothing left to store."""
+        self._store._check_process()
+        return self._host.state(self.digest, digest) is not None
+
+    def lease(self, digests: Sequence[BlockDigest], owner: Owner) -> list[Lease]:
+        """Leases on the leading blocks held, which count as used now."""
+        self._store.check_usable()
+        return self._host.lease_run(self.digest, digests, owner)
+
+    def reserve(self, digest: BlockDigest, parent: BlockDigest | None, owner: Owner) -> Reservation | DropReason:
+        """A slot to copy one block into; store the parent first. See `HostTier.reserve`."""
+        self._store.check_usable()
+        return self._host.reserve(self.digest, digest, parent, self.block_bytes, owner)
+
+    def commit(self, reservations: Sequence[Reservation]) -> list[bool]:
+        """Make filled blocks findable; False where a reset or the owner's end came first."""
+        self._store.check_usable()
+        outcomes = self._host.commit(reservations)
+        counters = self._store.counters
+        with counters.lock:
+            counters.stored_blocks += sum(outcomes)
+            counters.stored_bytes += sum(outcomes) * self.block_bytes
+        return outcomes
+
+    def abort(self, reservation: Reservation) -> None:
+        """Give a reserved slot back. Idempotent."""
+        self._host.abort(reservation)
+
+    def count_lookup(self, asked: int, hit: int, miss: MissReason | None) -> None:
+        """Count one admission, once: `asked` blocks of which `hit` are served and the rest missed for one reason."""
+        counters = self._store.counters
+        with counters.lock:
+            counters.lookups += 1
+            counters.asked_blocks += asked
+            counters.hit_blocks += hit
+            if asked > hit:
+                counters.misses[miss or MissReason.ABSENT] += asked - hit
+
+    def count_error(self, error: BaseException) -> None:
+        counters = self._store.counters
+        with counters.lock:
+            counters.errors[type(error).__name__] += 1
+
+    def on_evict(self, callback: Callable[[Sequence[Eviction]], None]) -> Callable[[], None]:
+        """Call back with this space's evicted blocks; on the evicting thread, so be quick and do not raise.
+
+        Returns a call that ends it.
+        """
+
+        def mine(evicted: Sequence[Eviction]) -> None:
+            own = [item for item in evicted if item.namespace == self.digest]
+            if own:
+                callback(own)
+
+        return self._host.subscribe(on_evict=mine)
+
+    def _renew(self) -> None:
+        self.digest = self.namespace.digest(self._store.epoch)

@@ -1,0 +1,11 @@
+"""For people who write tiers and connectors: the conformance suite, a dictionary tier, clock and executors under
+control.
+
+`kvtier.testing.conformance` needs pytest and is imported by name.
+"""
+
+from kvtier.testing.clock import FakeClock
+from kvtier.testing.executor import InlineExecutor, ManualExecutor
+from kvtier.testing.tier import DictTier
+
+__all__ = ["DictTier", "FakeClock", "InlineExecutor", "ManualExecutor"]

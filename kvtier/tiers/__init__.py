@@ -1,0 +1,16 @@
+"""Places below the GPU: one contract, one module each."""
+
+from kvtier.tiers.base import ReadOutcome, ReadRequest, Tier, TierUsage, WriteOutcome, WriteRequest
+from kvtier.tiers.host import Eviction, HostTier, Reservation
+
+__all__ = [
+    "Eviction",
+    "HostTier",
+    "ReadOutcome",
+    "ReadRequest",
+    "Reservation",
+    "Tier",
+    "TierUsage",
+    "WriteOutcome",
+    "WriteRequest",
+]

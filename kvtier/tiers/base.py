@@ -1,0 +1,102 @@
+"""What every tier below the GPU promises: batches of host bytes, an outcome per block, a usage in real bytes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvtier.keys import Key
+
+__all__ = ["ReadOutcome", "ReadRequest", "Tier", "TierUsage", "WriteOutcome", "WriteRequest"]
+
+
+class ReadOutcome(StrEnum):
+    """How the read of one block ended."""
+
+    OK = "ok"
+    """The buffer holds exactly the block that was written under the key."""
+    MISS = "miss"
+    """The tier does not hold it, or holds it with another length; the buffer is undefined."""
+    ERROR = "error"
+    """The tier failed; it may or may not hold the block. The buffer is undefined."""
+
+
+class WriteOutcome(StrEnum):
+    """How the write of one block ended."""
+
+    STORED = "stored"
+    """A read of the key now finds these bytes."""
+    ALREADY_STORED = "already_stored"
+    """The tier held the key before; nothing was written."""
+    FULL = "full"
+    """No room could be made; nothing changed for this block."""
+    ERROR = "error"
+    """The tier failed; the key is not readable with other bytes than these."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    """Where a block's bytes should go. `buffer` is as long as the block, writable and contiguous."""
+
+    key: Key
+    buffer: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRequest:
+    """A block to keep. `parent` is the block before it in its chain, None for a first block."""
+
+    key: Key
+    parent: Key | None
+    buffer: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class TierUsage:
+    """Real bytes: whole slots, pages or values, headers included."""
+
+    num_blocks: int
+    used_bytes: int
+    capacity_bytes: int
+
+
+class Tier(ABC):
+    """A place for blocks.
+
+    Every call may block and runs on that tier's own executor threads, several at a time; the engine's thread never
+    makes one. A tier sees host bytes only. It answers per block, in the order asked; one bad block spoils no other.
+    It may raise only for a caller's mistake or after `close`; a wrapper turns anything else it raises into ERROR.
+    After `write` gave STORED, `read` gives these bytes or MISS, never others.
+    """
+
+    name: str
+
+    @abstractmethod
+    def contains(self, keys: Sequence[Key]) -> list[bool]:
+        """Which blocks a `read` would now find. Changes nothing: no recency, no statistics."""
+
+    @abstractmethod
+    def read(self, requests: Sequence[ReadRequest]) -> list[ReadOutcome]:
+        """Copy blocks into the buffers; counts as a use of those found."""
+
+    @abstractmethod
+    def write(self, requests: Sequence[WriteRequest]) -> list[WriteOutcome]:
+        """Keep copies of the buffers, prefix before tail. The buffers are the caller's again when it returns."""
+
+    @abstractmethod
+    def remove(self, keys: Sequence[Key]) -> int:
+        """Forget blocks; the number that were there. Readers under way finish with the old bytes."""
+
+    @abstractmethod
+    def usage(self) -> TierUsage:
+        """Cheap, and never more than the configured capacity."""
+
+    @abstractmethod
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when counts, bytes and index disagree. May take time in proportion to the blocks."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back. Idempotent."""

@@ -1,0 +1,366 @@
+"""The host tier: blocks in pinned memory's slots, found by the index, given up tails first when room is needed."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from kvtier.errors import ClosedError, IntegrityError
+from kvtier.index import BlockIndex, BlockState
+from kvtier.keys import BlockDigest, Key, make_key, split_key
+from kvtier.policy import NO_PARENT, EvictionPolicy, TailsFirstLRU
+from kvtier.pool import HostPool, Lease, Owner
+from kvtier.reasons import DropReason, MissReason
+from kvtier.tiers.base import ReadOutcome, ReadRequest, Tier, TierUsage, WriteOutcome, WriteRequest
+
+__all__ = ["Eviction", "HostTier", "Reservation"]
+
+MAX_GHOSTS = 1 << 17  # about 12 MiB of remembered keys
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """A block that gave its slot to another; told after the fact."""
+
+    namespace: bytes
+    digest: BlockDigest
+
+
+class _Phase(Enum):
+    FILLING = "filling"
+    COMMITTED = "committed"
+    VOID = "void"
+
+
+class Reservation:
+    """A slot set aside for one block, to be filled and then committed or aborted. Dies with its owner.
+
+    lease: the slot to fill; it lives until the reservation ends.
+    Mutable state: `_phase`, guarded by the tier's lock.
+    """
+
+    __slots__ = ("_parent_lease", "_phase", "digest", "lease", "namespace", "parent")
+
+    def __init__(self, namespace: bytes, digest: BlockDigest, parent: BlockDigest | None) -> None:
+        self.namespace = namespace
+        self.digest = digest
+        self.parent = parent
+        self.lease: Lease
+        self._parent_lease: Lease | None = None
+        self._phase = _Phase.FILLING
+
+
+class HostTier(Tier):
+    """Owns the index and the eviction order, and shares the pool with whoever holds leases.
+
+    Two ways in: the batch contract of `Tier`, which copies, and reserve / commit / lease, by which a copy fills or
+    reads slots in place. The second never blocks on I/O and serves the engine's thread.
+
+    Mutable state: index, policy, names of slots, ghosts, counters: guarded by `_lock`. Lock order: `_lock`, then the
+    pool's. No caller's code runs and no block is copied under either.
+    """
+
+    name = "host"
+
+    def __init__(self, pool: HostPool, *, policy: Callable[[], EvictionPolicy] = TailsFirstLRU) -> None:
+        self._pool = pool
+        self._new_policy = policy
+        self._policies: dict[int, EvictionPolicy] = {}  # one per size class: only equal slots can replace each other
+        self._lock = threading.Lock()
+        self._index = BlockIndex()
+        self._names: dict[int, tuple[bytes, BlockDigest, int]] = {}  # by slot; the int is the block's length
+        self._filling: dict[int, Reservation] = {}  # by slot
+        self._ghosts: OrderedDict[bytes, None] = OrderedDict()
+        self._num_evicted = 0
+        self._on_evict: list[Callable[[Sequence[Eviction]], None]] = []
+        self._on_commit: list[Callable[[Sequence[tuple[Key, Key | None]]], None]] = []
+        self._copier = pool.owner("host tier copies")
+        self._closed = False
+
+    @property
+    def num_evicted(self) -> int:
+        return self._num_evicted
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that may be read now."""
+        return self._index.num_committed
+
+    def subscribe(
+        self,
+        *,
+        on_evict: Callable[[Sequence[Eviction]], None] | None = None,
+        on_commit: Callable[[Sequence[tuple[Key, Key | None]]], None] | None = None,
+    ) -> Callable[[], None]:
+        """Call back, on the thread that caused it and without our lock, after blocks left or were committed.
+
+        `on_commit` gets (key, parent's key) pairs, before the blocks can be evicted, and is the write-behind hook: a
+        lower tier's queue leases there what it wants to write. Callbacks must be quick and must not raise. Returns a
+        call that ends the subscription.
+        """
+        if on_evict is not None:
+            self._on_evict = [*self._on_evict, on_evict]
+        if on_commit is not None:
+            self._on_commit = [*self._on_commit, on_commit]
+
+        def unsubscribe() -> None:
+            self._on_evict = [callback for callback in self._on_evict if callback is not on_evict]
+            self._on_commit = [callback for callback in self._on_commit if callback is not on_commit]
+
+        return unsubscribe
+
+    # ---- looking -------------------------------------------------------------------------------------------------
+
+    def committed_run(self, namespace: bytes, digests: Sequence[BlockDigest]) -> int:
+        """How many leading blocks are here. Pure: no lease, no recency, no statistics."""
+        with self._lock:
+            return len(self._index.committed_run(namespace, digests))
+
+    def state(self, namespace: bytes, digest: BlockDigest) -> BlockState | None:
+        """What the index says of one block; None when it is not named."""
+        with self._lock:
+            found = self._index.find(namespace, digest)
+            return found[1] if found else None
+
+    def why_missing(self, namespace: bytes, digest: BlockDigest) -> MissReason:
+        """Why a block that a lookup did not find was not found."""
+        with self._lock:
+            if self._index.find(namespace, digest) is not None:
+                return MissReason.BEING_STORED
+            return MissReason.EVICTED if namespace + digest in self._ghosts else MissReason.ABSENT
+
+    # ---- in place ------------------------------------------------------------------------------------------------
+
+    def lease_run(self, namespace: bytes, digests: Sequence[BlockDigest], owner: Owner) -> list[Lease]:
+        """Leases on the leading blocks that are here, which count as used now."""
+        with self._lock:
+            return self._lease(self._index.committed_run(namespace, digests), owner)
+
+    def reserve(
+        self, namespace: bytes, digest: BlockDigest, parent: BlockDigest | None, nbytes: int, owner: Owner
+    ) -> Reservation | DropReason:
+        """Set a slot aside for a block, evicting others where the pool is full.
+
+        The block's parent, stored or still being filled, is kept from eviction until the reservation ends, so that a
+        long chain never eats its own prefix. On a DropReason nothing changed for this block, though others may have
+        been evicted. Raises LayoutError for a block that fits no slab, ClosedError for an owner that has ended.
+        """
+        self._pool.slot_bytes(nbytes)
+        evicted: list[Eviction] = []
+        try:
+            with self._lock:
+                if self._closed:
+                    return DropReason.CLOSED
+                if self._index.find(namespace, digest) is not None:
+                    return DropReason.ALREADY_STORED
+                reservation = Reservation(namespace, digest, parent)
+                held = self._index.find(namespace, parent) if parent is not None else None
+                if held is not None:
+                    reservation._parent_lease = self._pool.lease(held[0], owner)
+                lease = self._allocate(nbytes, owner, lambda: self.abort(reservation), evicted)
+                if lease is not None:
+                    reservation.lease = lease
+                    self._index.reserve(namespace, digest, lease.slot)
+                    self._names[lease.slot] = (namespace, digest, nbytes)
+                    self._filling[lease.slot] = reservation
+        finally:
+            self._tell_evicted(evicted)
+        if lease is None:
+            self._end_parent_lease(reservation)
+            return DropReason.HOST_FULL
+        return reservation
+
+    def commit(self, reservations: Sequence[Reservation]) -> list[bool]:
+        """Make filled blocks findable, prefix first, and end their leases.
+
+        False where the reservation was void by then.
+        """
+        keys: list[tuple[Key, Key | None]] = []
+        outcomes: list[bool] = []
+        with self._lock:
+            for reservation in reservations:
+                filled = reservation._phase is _Phase.FILLING
+                outcomes.append(filled)
+                if filled:
+                    self._commit_one(reservation)
+                    parent = reservation.parent
+                    keys.append(
+                        (
+                            make_key(reservation.namespace, reservation.digest),
+                            None if parent is None else make_key(reservation.namespace, parent),
+                        )
+                    )
+        if keys:
+            for callback in self._on_commit:
+                callback(keys)
+        for reservation in reservations:
+            reservation.lease.release()
+            self._end_parent_lease(reservation)
+        return outcomes
+
+    def abort(self, reservation: Reservation) -> None:
+        """Give the slot back; the block was never findable. Idempotent, and harmless after a commit."""
+        with self._lock:
+            if reservation._phase is _Phase.FILLING:
+                self._forget(reservation.namespace, reservation.digest)
+        reservation.lease.release()
+        self._end_parent_lease(reservation)
+
+    def reset(self, namespace: bytes) -> int:
+        """Forget every block of a namespace.
+
+        Reservations in it become void, leases keep their bytes. Returns how many.
+        """
+        with self._lock:
+            digests = [digest for space, digest, _, _ in self._index.items() if space == namespace]
+            for digest in digests:
+                self._forget(namespace, BlockDigest(digest))
+            return len(digests)
+
+    # ---- Tier ----------------------------------------------------------------------------------------------------
+
+    def contains(self, keys: Sequence[Key]) -> list[bool]:
+        with self._lock:
+            return [bool(self._index.committed_run(space, [digest])) for space, digest in map(split_key, keys)]
+
+    def read(self, requests: Sequence[ReadRequest]) -> list[ReadOutcome]:
+        return [self._read_one(request) for request in requests]
+
+    def write(self, requests: Sequence[WriteRequest]) -> list[WriteOutcome]:
+        return [self._write_one(request) for request in requests]
+
+    def remove(self, keys: Sequence[Key]) -> int:
+        with self._lock:
+            removed = 0
+            for space, digest in map(split_key, keys):
+                found = self._index.find(space, digest)
+                if found is not None:
+                    self._forget(space, digest)
+                    removed += found[1] is BlockState.COMMITTED
+            return removed
+
+    def usage(self) -> TierUsage:
+        usage = self._pool.usage()
+        return TierUsage(self.num_blocks, usage.used_bytes, usage.reserved_bytes)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        self._copier.close()
+
+    def check_integrity(self) -> None:
+        self._pool.check_integrity()
+        with self._lock:
+            self._index.check_integrity()
+            rows = list(self._index.items())
+            if {slot: (space, digest) for space, digest, slot, _ in rows} != {s: n[:2] for s, n in self._names.items()}:
+                raise IntegrityError("host tier: index and slot names disagree")
+            committed = {slot for *_, slot, state in rows if state is BlockState.COMMITTED}
+            filling = {slot for slot, filled in self._filling.items() if filled._phase is _Phase.FILLING}
+            if self._filling.keys() != filling or filling != self._names.keys() - committed:
+                raise IntegrityError("host tier: reserved slots and open reservations disagree")
+            for slot_bytes, policy in self._policies.items():
+                policy.check_integrity({slot for slot in committed if self._pool.class_of(slot) == slot_bytes})
+            unleased = [slot for *_, slot, state in rows if state is BlockState.RESERVED and self._pool.can_evict(slot)]
+        if unleased:
+            raise IntegrityError(f"host tier: {len(unleased)} reserved slots have no lease")
+
+    # ---- under the lock ------------------------------------------------------------------------------------------
+
+    def _lease(self, slots: Sequence[int], owner: Owner) -> list[Lease]:
+        leases = [self._pool.lease(slot, owner) for slot in slots]
+        if slots:
+            self._policy_of(slots[0]).touch(slots)
+        return leases
+
+    def _allocate(self, nbytes: int, owner: Owner, on_end: Callable[[], None], evicted: list[Eviction]) -> Lease | None:
+        lease = self._pool.allocate(nbytes, owner, on_end, resident=True)
+        while lease is None:
+            victims = self._victims(nbytes)
+            if not victims:
+                return None
+            for slot in victims:
+                space, digest, _ = self._names[slot]
+                self._forget(space, digest)
+                self._ghosts[space + digest] = None
+                evicted.append(Eviction(space, digest))
+            self._num_evicted += len(victims)
+            lease = self._pool.allocate(nbytes, owner, on_end, resident=True)
+        while len(self._ghosts) > MAX_GHOSTS:
+            self._ghosts.popitem(last=False)
+        return lease
+
+    def _victims(self, nbytes: int) -> list[int]:
+        """The next block of the same size class to go; where there is none, all of another class's least used slab."""
+        policy = self._policies.get(self._pool.slot_bytes(nbytes))
+        victim = policy.victim(self._pool.can_evict) if policy is not None else None
+        return [victim] if victim is not None else self._pool.slab_to_reclaim(nbytes)
+
+    def _policy_of(self, slot: int) -> EvictionPolicy:
+        slot_bytes = self._pool.class_of(slot)
+        if slot_bytes not in self._policies:
+            self._policies[slot_bytes] = self._new_policy()
+        return self._policies[slot_bytes]
+
+    def _commit_one(self, reservation: Reservation) -> None:
+        space, slot = reservation.namespace, reservation.lease.slot
+        run = self._index.committed_run(space, [reservation.parent]) if reservation.parent is not None else []
+        parent = next((held for held in run if self._pool.class_of(held) == self._pool.class_of(slot)), NO_PARENT)
+        self._index.commit(space, reservation.digest)
+        del self._filling[slot]
+        self._policy_of(slot).insert(slot, parent)
+        self._ghosts.pop(space + reservation.digest, None)
+        reservation._phase = _Phase.COMMITTED
+
+    def _forget(self, namespace: bytes, digest: BlockDigest) -> None:
+        found = self._index.find(namespace, digest)
+        assert found is not None
+        slot, state = found
+        self._index.remove(namespace, digest)
+        if state is BlockState.COMMITTED:
+            self._policy_of(slot).remove(slot)
+        else:
+            self._filling.pop(slot)._phase = _Phase.VOID
+        del self._names[slot]
+        self._pool.clear_resident(slot)
+
+    # ---- outside the lock ----------------------------------------------------------------------------------------
+
+    def _tell_evicted(self, evicted: Sequence[Eviction]) -> None:
+        if evicted:
+            for callback in self._on_evict:
+                callback(evicted)
+
+    @staticmethod
+    def _end_parent_lease(reservation: Reservation) -> None:
+        if reservation._parent_lease is not None:
+            reservation._parent_lease.release()
+
+    def _read_one(self, request: ReadRequest) -> ReadOutcome:
+        space, digest = split_key(request.key)
+        self._check_open()
+        with self._lock:
+            slots = self._index.committed_run(space, [digest])
+            if not slots or self._names[slots[0]][2] != len(request.buffer):
+                return ReadOutcome.MISS
+            leases = self._lease(slots, self._copier)
+        with leases[0] as lease:
+            request.buffer[:] = lease.view[: len(request.buffer)]
+        return ReadOutcome.OK
+
+    def _write_one(self, request: WriteRequest) -> WriteOutcome:
+        space, digest = split_key(request.key)
+        self._check_open()
+        parent = split_key(request.parent)[1] if request.parent is not None else None
+        reservation = self.reserve(space, digest, parent, len(request.buffer), self._copier)
+        if isinstance(reservation, DropReason):
+            return WriteOutcome.ALREADY_STORED if reservation is DropReason.ALREADY_STORED else WriteOutcome.FULL
+        reservation.lease.view[: len(request.buffer)] = request.buffer
+        return WriteOutcome.STORED if self.commit([reservation])[0] else WriteOutcome.ERROR
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the host tier is closed")

@@ -1,0 +1,251 @@
+"""Settings: where they come from, and what is said when one of them is wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.config import (
+    HostSettings,
+    LoadedSettings,
+    MemorySnapshot,
+    Settings,
+    load_settings,
+    load_settings_with_sources,
+)
+from kvtier.config.settings import parse_size
+from kvtier.config.sources import setting_fields, variable_name
+from kvtier.errors import ConfigError
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
+GIB = 1 << 30
+
+# For each setting: text that the environment may give, its value, and what is refused.
+VALUES: dict[str, tuple[str, object, str]] = {
+    "host.size": ("4.1GiB", int(4.1 * GIB), "8GB"),
+    "host.workers": ("4", 4, "two"),
+    "host.slab": ("128MiB", 128 << 20, "-1"),
+    "host.pin": ("prefer", "prefer", "yes"),
+    "store.policy": ("off", "off", "on-evict"),
+    "store.horizon_steps": ("4", 4.0, "nan"),
+    "store.max_inflight_blocks": ("9", 9, "0"),
+    "restore.enabled": ("false", False, "perhaps"),
+    "restore.max_inflight_blocks": ("1", 1, "1.5"),
+}
+
+
+def value_of(settings: Settings, name: str) -> object:
+    section, _, leaf = name.partition(".")
+    return getattr(getattr(settings, section), leaf)
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_the_test_knows_every_setting() -> None:
+    assert list(VALUES) == list(setting_fields())
+
+
+def test_settings_without_any_source_are_the_defaults_and_frozen() -> None:
+    settings = load_settings(env={})
+    assert settings == Settings()
+    with pytest.raises(ValueError, match="frozen"):
+        settings.host.workers = 2
+
+
+def test_arguments_win_over_environment_over_file_over_defaults(tmp_path: Path) -> None:
+    path = write(tmp_path / "kvtier.toml", '[host]\nsize = "1GiB"\nworkers = 2\npin = "prefer"\n')
+    env = {"KVTIER_CONFIG": str(path), "KVTIER_HOST__WORKERS": "3", "KVTIER_HOST__PIN": "require", "HOME": "/"}
+    loaded = load_settings_with_sources(env=env, overrides={"host": {"pin": "off"}})
+    assert loaded.settings.host == HostSettings(size=GIB, workers=3, pin="off")
+    assert loaded.sources["host.size"] == f"{path}: host.size"
+    assert loaded.sources["host.workers"] == "environment variable KVTIER_HOST__WORKERS"
+    assert loaded.sources["host.pin"] == "argument host.pin"
+    assert loaded.sources["store.policy"] == "default"
+    assert isinstance(loaded, LoadedSettings)
+
+
+def test_a_path_wins_over_the_variable(tmp_path: Path) -> None:
+    path = write(tmp_path / "given.toml", "[host]\nworkers = 7\n")
+    assert load_settings(path, env={"KVTIER_CONFIG": "/nowhere.toml"}).host.workers == 7
+
+
+def test_the_process_environment_is_read_when_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_HOST__WORKERS", "5")
+    assert load_settings().host.workers == 5
+
+
+@pytest.mark.bug("US04")
+@pytest.mark.parametrize("name", VALUES)
+def test_each_setting_works_from_each_source(name: str, tmp_path: Path) -> None:
+    text, value, _ = VALUES[name]
+    section, _, leaf = name.partition(".")
+    written = str(value).lower() if isinstance(value, bool | int | float) else f"'{value}'"
+    path = write(tmp_path / "kvtier.toml", f"[{section}]\n{leaf} = {written}\n")
+    assert value_of(load_settings(env={variable_name(name): text}), name) == value
+    assert value_of(load_settings(path, env={}), name) == value
+    assert value_of(load_settings(env={}, overrides={name: value}), name) == value
+    assert value_of(load_settings(env={}, overrides={section: {leaf: value}}), name) == value
+
+
+@pytest.mark.bug("US04")
+@pytest.mark.parametrize("name", VALUES)
+def test_garbage_names_setting_source_and_value(name: str) -> None:
+    garbage = VALUES[name][2]
+    with pytest.raises(ConfigError) as caught:
+        load_settings(env={variable_name(name): garbage})
+    assert re.match(rf"{name} = '?{garbage}'? \(environment variable {variable_name(name)}\): \w", str(caught.value))
+
+
+@pytest.mark.bug("US01")
+@pytest.mark.parametrize(
+    ("load", "source"),
+    [
+        (lambda path: load_settings(path, env={}), "kvtier.toml: host.sizs"),
+        (lambda path: load_settings(env={"KVTIER_HOST__SIZS": "1GiB"}), "environment variable KVTIER_HOST__SIZS"),
+        (lambda path: load_settings(env={}, overrides={"host": {"sizs": 1}}), "argument host.sizs"),
+        (lambda path: load_settings(env={}, overrides={"host.sizs": 1}), "argument host.sizs"),
+    ],
+    ids=["file", "environment", "nested argument", "dotted argument"],
+)
+def test_an_unknown_setting_is_refused_with_the_nearest_name(
+    load: Callable[[Path], Settings], source: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "kvtier.toml", "[host]\nsizs = 1\n")
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert source in str(caught.value)
+    assert "did you mean host.size?" in str(caught.value) or "did you mean KVTIER_HOST__SIZE?" in str(caught.value)
+
+
+@pytest.mark.bug("US01")
+@pytest.mark.parametrize("variable", ["KVTIER_HOST_SIZE", "kvtier_host__size", "KVTIER_Host__Size"])
+def test_a_variable_that_is_nearly_one_of_ours_is_refused(variable: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{variable} is no setting: did you mean KVTIER_HOST__SIZE\?"):
+        load_settings(env={variable: "1GiB"})
+
+
+def test_an_unknown_setting_like_no_other_lists_them_all() -> None:
+    with pytest.raises(ConfigError, match=r"zzz .* is no setting; settings are host\.size, .*restore"):
+        load_settings(env={}, overrides={"zzz": 1})
+
+
+@pytest.mark.parametrize(
+    "value", ["0", 0, -1, "-1", "nan", float("nan"), float("inf"), "inf", "1e9", 1.5, True, None, "8GB", ""]
+)
+def test_sizes_that_are_none_are_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"host\.size = .*write bytes as a positive integer"):
+        load_settings(env={}, overrides={"host.size": value})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0.0, "2.5", True])
+def test_numbers_that_are_none_are_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"store\.horizon_steps = .*\(argument store\.horizon_steps\)"):
+        load_settings(env={}, overrides={"store.horizon_steps": value})
+
+
+@given(st.integers(1, 1 << 40), st.sampled_from(["B", "KiB", "MiB", "GiB", "TiB"]), st.sampled_from(["", " "]))
+def test_sizes_are_read_to_the_byte(number: int, unit: str, gap: str) -> None:
+    num_bytes = number * 1024 ** ["B", "KiB", "MiB", "GiB", "TiB"].index(unit)
+    assert parse_size(f"{number}{gap}{unit}") == num_bytes
+    assert parse_size(str(num_bytes)) == parse_size(num_bytes) == num_bytes
+
+
+@pytest.mark.bug("US01")
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"host.size": 1 << 20}, ["host.size 1048576 is smaller than one slab", "argument host.size"]),
+        ({"host.slab": 3 << 20}, ["host.slab must be a power of two", "argument host.slab"]),
+        ({"host.size": GIB, "host": {"size": 2 * GIB}}, ["host.size is set twice"]),
+        ({"host": 3}, ["host = 3", "is a group: set one of host.size"]),
+        ({"host.slab": 2048}, ["host.slab = 2048", "4096"]),
+    ],
+)
+def test_settings_that_contradict_are_refused(overrides: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(env={}, overrides=overrides)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "cannot be read: No such file"), (b"host = ", "is not TOML"), (b"\xff\xfe", "is not TOML")],
+)
+def test_a_file_that_cannot_be_read_is_named(content: bytes | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "kvtier.toml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"KVTIER_CONFIG = '{path}' {message}"):
+        load_settings(env={"KVTIER_CONFIG": str(path)})
+    with pytest.raises(ConfigError, match=r"KVTIER_CONFIG is empty"):
+        load_settings(env={"KVTIER_CONFIG": ""})
+
+
+@pytest.mark.bug("CR21")
+def test_auto_is_half_of_the_smaller_limit_divided_by_the_workers() -> None:
+    container = MemorySnapshot(total_bytes=64 * GIB, available_bytes=60 * GIB, cgroup_limit_bytes=4_000_000_000)
+    host = HostSettings(workers=4)
+    assert host.pool_bytes(container) * 4 <= 2_000_000_000
+    assert host.pool_bytes(container) % host.slab == 0
+    assert HostSettings().pool_bytes(MemorySnapshot(64 * GIB, 1 * GIB)) == 32 * GIB
+
+
+@pytest.mark.bug("CR21")
+def test_an_explicit_size_is_held_or_refused_with_the_numbers() -> None:
+    container = MemorySnapshot(total_bytes=64 * GIB, available_bytes=60 * GIB, cgroup_limit_bytes=4 * GIB)
+    assert HostSettings(size=4 * GIB).pool_bytes(container) == 4 * GIB
+    with pytest.raises(ConfigError) as caught:
+        HostSettings(size=2 * GIB, workers=4).pool_bytes(container)
+    for number in (2 * GIB, 8 * GIB, 64 * GIB, 4 * GIB, "host.workers = 4"):
+        assert str(number) in str(caught.value)
+    with pytest.raises(ConfigError, match=r"less than host\.slab"):
+        HostSettings(workers=100).pool_bytes(container)
+
+
+@pytest.mark.parametrize(
+    ("files", "limit"),
+    [
+        (
+            {"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/memory.max": "max", "sys/fs/cgroup/a/memory.max": "5"},
+            5,
+        ),
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/memory.max": "7"}, 7),
+        ({"proc/self/cgroup": "0::/../x\n", "sys/fs/cgroup/memory.max": "7"}, 7),
+        ({"proc/self/cgroup": "4:cpu,memory:/d\n", "sys/fs/cgroup/memory/d/memory.limit_in_bytes": "9"}, 9),
+        (
+            {"proc/self/cgroup": "4:memory:/\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712"},
+            None,
+        ),
+        ({"proc/self/cgroup": "1:cpu:/\n0::/\n"}, None),
+        ({}, None),
+    ],
+    ids=["v2 parent", "v2 in a container", "v2 outside the namespace", "v1", "v1 unlimited", "no memory", "no cgroups"],
+)
+def test_control_group_limits_are_found(files: dict[str, str], limit: int | None, tmp_path: Path) -> None:
+    for name, text in {"proc/meminfo": "MemTotal:  100 kB\nMemAvailable: 50 kB\nHugePages_Total: 0\n", **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert MemorySnapshot.read(tmp_path) == MemorySnapshot(102_400, 51_200, limit)
+
+
+def test_memory_that_cannot_be_read_asks_for_a_size(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"set host\.size to a number of bytes"):
+        MemorySnapshot.read(tmp_path)
+
+
+@pytest.mark.bug("US02")
+def test_the_document_lists_each_setting_variable_and_default() -> None:
+    rows = re.findall(r"^\| `(\S+)` \| `(\S+)` \| `(\S+)` \| \S.* \|$", DOCUMENT.read_text(), re.MULTILINE)
+    assert [name for name, _, _ in rows] == list(setting_fields())
+    assert [variable for _, variable, _ in rows] == [variable_name(name) for name in setting_fields()]
+    documented = load_settings(env={variable: default for _, variable, default in rows})
+    assert documented == Settings()
