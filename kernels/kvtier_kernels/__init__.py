@@ -1,0 +1,15 @@
+"""Moves KV blocks between an engine's layered block pool and block-first slots in host memory."""
+
+from kvtier_kernels.base import KernelBackend
+from kvtier_kernels.errors import KernelError
+from kvtier_kernels.planes import BlockPlanes
+from kvtier_kernels.registry import backend_names, default_backend, get_backend
+
+__all__ = [
+    "BlockPlanes",
+    "KernelBackend",
+    "KernelError",
+    "backend_names",
+    "default_backend",
+    "get_backend",
+]

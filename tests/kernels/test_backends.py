@@ -1,0 +1,124 @@
+"""All back ends over the conformance cases, and over random ones against the reference."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvtier_kernels import backend_names, get_backend
+from kvtier_kernels.testing import (
+    BAD_CALLS,
+    LAYOUTS,
+    SLOT_ORDERS,
+    BadCall,
+    Pool,
+    PoolShape,
+    host_for,
+    id_lists,
+    pool_shapes,
+    slot_offsets,
+    verify_gather,
+    verify_refused,
+    verify_round_trip,
+    verify_scatter,
+)
+
+NAMES = backend_names()
+SHAPES = list(pool_shapes())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("order", SLOT_ORDERS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_moves_exactly_the_named_bytes(name: str, order: str, shape: PoolShape) -> None:
+    pool, backend = Pool(shape), get_backend(name)
+    block_ids = id_lists(shape.num_blocks)["holes" if shape.num_blocks > 1 else "all"]
+    offsets = slot_offsets(order, len(block_ids), pool.block_bytes)
+    verify_gather(backend, pool, block_ids, offsets)
+    verify_round_trip(backend, pool, block_ids, offsets)
+    verify_scatter(backend, pool, block_ids, offsets)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ids", id_lists(1))
+def test_id_lists(name: str, layout: str, ids: str) -> None:
+    pool, backend = Pool(PoolShape(layout, 48)), get_backend(name)
+    block_ids = id_lists(9)[ids]
+    offsets = slot_offsets("scattered", len(block_ids), pool.block_bytes)
+    verify_gather(backend, pool, block_ids, offsets)
+    verify_scatter(backend, pool, block_ids, offsets)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bad", BAD_CALLS, ids=lambda bad: bad.name)
+def test_bad_calls_move_nothing(name: str, bad: BadCall) -> None:
+    verify_refused(get_backend(name), bad)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_block_may_be_gathered_twice_and_a_slot_scattered_twice(name: str) -> None:
+    pool, backend = Pool(PoolShape("separate", 24)), get_backend(name)
+    verify_gather(backend, pool, [4, 4], slot_offsets("reversed", 2, pool.block_bytes))
+    verify_scatter(backend, pool, [4, 5], [7, 7])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_integer_array_and_any_offset_of_a_hole(name: str) -> None:
+    pool, backend = Pool(PoolShape("kv_split", 24)), get_backend(name)
+    host = np.zeros(2 * pool.block_bytes, np.uint8)
+    backend.gather(pool.planes, np.array([8, -1], np.int8), host, np.array([3, -(10**12)]))
+    np.testing.assert_array_equal(host[3 : 3 + pool.block_bytes], pool.block(8))
+    backend.scatter(pool.planes, np.array([1, 2], np.uint64), host, np.array([3, 3], np.uint16))
+    np.testing.assert_array_equal(pool.block(2), pool.block(8))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("layout", ["kv_split", "separate"])
+def test_threads_on_disjoint_blocks(name: str, layout: str) -> None:
+    source, backend = Pool(PoolShape(layout, 4096, num_blocks=32)), get_backend(name)
+    target = source.clone()
+    offsets = slot_offsets("scattered", 32, source.block_bytes)
+    host = host_for(32, source.block_bytes)
+
+    def move(part: int) -> None:
+        ids, slots = range(part, 32, 4), offsets[part::4]
+        backend.gather(source.planes, ids, host, slots)
+        backend.scatter(target.planes, [31 - block_id for block_id in ids], host, slots)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(move, range(4)))
+    for block_id in range(32):
+        np.testing.assert_array_equal(target.block(31 - block_id), source.block(block_id))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_every_back_end_equals_the_reference(data: st.DataObject) -> None:
+    shape = data.draw(
+        st.builds(
+            PoolShape,
+            layout=st.sampled_from(list(LAYOUTS)),
+            segment_bytes=st.integers(1, 300),
+            num_layers=st.integers(1, 5),
+            num_blocks=st.integers(1, 12),
+        )
+    )
+    source = Pool(shape)
+    block_ids = data.draw(st.lists(st.integers(0, shape.num_blocks - 1), unique=True))
+    block_ids = data.draw(st.permutations(block_ids + [-1] * data.draw(st.integers(0, 3))))
+    gaps = data.draw(st.lists(st.integers(0, 40), min_size=len(block_ids), max_size=len(block_ids)))
+    ends = np.cumsum(np.array(gaps, int) + source.block_bytes).tolist()
+    offsets = data.draw(st.permutations([end - source.block_bytes for end in ends]))
+
+    hosts, targets = [], []
+    for name in NAMES:
+        host, target = np.zeros(ends[-1] + 9 if ends else 0, np.uint8), source.clone()
+        get_backend(name).gather(source.planes, block_ids, host, offsets)
+        get_backend(name).scatter(target.planes, block_ids[::-1], host, offsets)
+        hosts.append(host)
+        targets.append(target)
+    for host, target in zip(hosts[1:], targets[1:], strict=True):
+        np.testing.assert_array_equal(host, hosts[0])
+        target.verify_equal(targets[0])
