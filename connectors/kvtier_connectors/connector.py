@@ -1,0 +1,81 @@
+"""Opening kvtier beside an engine: one store, one space, both halves, and the checks that speak at start."""
+
+from __future__ import annotations
+
+import logging
+from types import TracebackType
+from typing import Self
+
+from kvtier.config import Settings
+from kvtier.errors import LayoutError
+from kvtier.executor import Executor
+from kvtier.keys import Namespace
+from kvtier.store import Space, Store
+from kvtier_connectors.contract import BlockPoolView
+from kvtier_connectors.scheduler import KVTierScheduler
+from kvtier_connectors.worker import KVTierWorker
+from kvtier_kernels import BlockPlanes
+
+__all__ = ["Connector", "sizing_warning"]
+
+logger = logging.getLogger("kvtier.connector")
+
+
+def sizing_warning(host_blocks: int, gpu_blocks: int) -> str | None:
+    """What to tell the operator when the host pool is too small to help; None when it is not."""
+    if host_blocks >= gpu_blocks:
+        return None
+    return (
+        f"host.size holds {host_blocks} blocks, fewer than the GPU pool's {gpu_blocks}: whatever is evicted from the "
+        f"GPU pool has mostly left the host pool before it is asked for again, so storing costs and brings little; "
+        f"raise host.size to several times the GPU pool"
+    )
+
+
+class Connector:
+    """kvtier in one process with its engine: owns the store, unless one is given, and both halves."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        namespace: Namespace,
+        pool: BlockPoolView,
+        planes: BlockPlanes,
+        *,
+        store: Store | None = None,
+        executor: Executor | None = None,
+    ) -> None:
+        """Raises ConfigError or LayoutError for settings, or a pool, that cannot work; then nothing stays open."""
+        if planes.block_bytes != namespace.layout.block_bytes:
+            raise LayoutError(
+                f"the GPU pool's blocks have {planes.block_bytes} bytes, "
+                f"those of the namespace's layout {namespace.layout.block_bytes}"
+            )
+        self._owns_store = store is None
+        self.store = store or Store(settings)
+        try:
+            self.space: Space = self.store.open_space(namespace)
+            warning = sizing_warning(self.space.capacity_blocks, planes.num_blocks)
+            if warning is not None:
+                logger.warning("%s", warning)
+            self.scheduler = KVTierScheduler(self.store, self.space, pool)
+            self.worker = KVTierWorker(planes, self.space.buffer, executor=executor)
+        except BaseException:
+            if self._owns_store:
+                self.store.close()
+            raise
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Stop copies within `timeout` seconds, account for what is left, unmap. Idempotent."""
+        self.scheduler.complete(self.worker.close(timeout))
+        self.scheduler.close()
+        if self._owns_store:
+            self.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

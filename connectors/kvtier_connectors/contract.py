@@ -1,0 +1,254 @@
+"""The contract between an engine and kvtier: a scheduler half, a worker half, twelve methods in all.
+
+A request's life, as the engine calls it (docs/embedding.md has a whole engine):
+
+    start_request -> match -> admit -> [landing: complete names the blocks] -> publish ... -> finish_request
+
+and once a step `plan_step` -> worker `submit`, worker `poll` -> `complete`. The scheduler half runs on the engine's
+thread and never blocks; the worker half copies on a thread of its own. No method lets an exception out: what goes wrong
+is a miss or a drop with a reason, counted and logged. Only ids cross between the halves, so that they may live in
+different processes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from kvtier.keys import BlockDigest
+from kvtier.reasons import MissReason
+
+__all__ = [
+    "NO_COPIES",
+    "WRITTEN",
+    "BlockPoolView",
+    "ConnectorScheduler",
+    "ConnectorWorker",
+    "CopyDirection",
+    "CopyFailure",
+    "CopyJob",
+    "CopyResult",
+    "Match",
+    "RequestInfo",
+    "RestoreOutcome",
+    "StepDemand",
+    "TransferPlan",
+    "WriteFence",
+]
+
+
+class BlockPoolView(Protocol):
+    """What the connector may see and do of the engine's block pool. Called on the engine's thread only."""
+
+    @property
+    def queue_version(self) -> int:
+        """Changes whenever the order or members of the free queue change, so that an idle step costs nothing."""
+
+    def free_queue(self) -> Iterable[int]:
+        """Blocks that no request references, the next to be reused first, pinned ones in their place."""
+
+    def pin(self, block_id: int) -> None:
+        """Keep the block's bytes: it is not reused, whatever its requests do, until unpinned as often as pinned."""
+
+    def unpin(self, block_id: int) -> None:
+        """End one pin; the block keeps its place in the free queue."""
+
+
+class WriteFence(Protocol):
+    """An event of the engine's device after which the GPU pool's bytes are what the engine's bookkeeping says."""
+
+    def wait(self, timeout: float) -> bool:
+        """Block the calling thread (a copying thread, never the engine's) until it fired.
+
+        False after `timeout` seconds.
+        """
+
+
+class _Written:
+    def wait(self, timeout: float) -> bool:
+        del timeout
+        return True
+
+
+WRITTEN: WriteFence = _Written()
+"""For engines whose forward has ended when it returns, as on a CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestInfo:
+    """A request as the connector knows it.
+
+    request_id: unique among live requests; a finished id may be used again.
+    digests: one digest per full block of the request's tokens; the same list, growing as tokens come.
+    restore: False opts out: nothing is restored for it and no hit rate counts it.
+    """
+
+    request_id: str
+    digests: Sequence[BlockDigest]
+    restore: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """num_blocks: blocks after the local ones that could land now.
+
+    Miss: why the next one could not, None if none is left.
+    """
+
+    num_blocks: int
+    miss: MissReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepDemand:
+    """How soon the free queue will be used up, in blocks.
+
+    allocated: taken since the last plan. step_budget: the most that one step can take. waiting: what the requests that
+    wait for admission are known to need.
+    """
+
+    allocated: int
+    step_budget: int
+    waiting: int
+
+
+class CopyDirection(StrEnum):
+    STORE = "store"
+    RESTORE = "restore"
+
+
+@dataclass(frozen=True, slots=True)
+class CopyJob:
+    """Blocks to copy between GPU pool and slots: `block_ids[i]` and the slot at byte `offsets[i]` of the host pool."""
+
+    job_id: int
+    direction: CopyDirection
+    block_ids: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPlan:
+    """What the worker should copy in this step. in_flight: copies not yet completed, these included; while it is not 0,
+    the engine goes on polling, even when it has no request left."""
+
+    jobs: tuple[CopyJob, ...]
+    in_flight: int
+
+
+NO_COPIES = TransferPlan((), 0)
+
+
+class CopyFailure(StrEnum):
+    """Why blocks of a job were not copied."""
+
+    BACKLOG = "backlog"
+    NO_FENCE = "no_fence"
+    RAISED = "raised"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class CopyResult:
+    """The end of a job, told once.
+
+    Copied: one positive verdict per block, in the job's order. seconds: copying time.
+    """
+
+    job_id: int
+    copied: tuple[bool, ...]
+    failure: CopyFailure | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreOutcome:
+    """The end of one request's restore. The first `num_landed` of the destination blocks hold their bytes and may be
+    made matchable now; the others hold nothing and are the engine's to compute into or free."""
+
+    request_id: str
+    first_block: int
+    num_landed: int
+
+
+class ConnectorScheduler(ABC):
+    """The half beside the engine's scheduler. One thread; no call blocks, copies or raises."""
+
+    @abstractmethod
+    def start_request(self, request: RequestInfo) -> None:
+        """A request arrived. From here on its blocks may be asked for."""
+
+    @abstractmethod
+    def match(self, request_id: str, num_local_blocks: int, max_blocks: int) -> Match:
+        """How many of blocks `num_local_blocks ..`, at most `max_blocks`, could be restored.
+
+        Pure: may be asked at every step; counts and touches nothing. The engine leaves at least one token to compute.
+        """
+
+    @abstractmethod
+    def admit(self, request_id: str, num_local_blocks: int, max_blocks: int, block_ids: Sequence[int]) -> int:
+        """The request is admitted: count its lookup, and restore into `block_ids` (empty: recompute).
+
+        max_blocks: as in `match`, the blocks that a restore might have served: those asked for, in the hit rate.
+
+        The destinations are the request's blocks `num_local_blocks ..`, allocated, referenced, not matchable. Returns
+        for how many
+        of them, from the first, a restore began; for those the engine waits for the RestoreOutcome, the rest it
+        computes. They stay pinned until then, even if the request ends first. 0: nothing began and nothing is pinned.
+        """
+
+    @abstractmethod
+    def publish(self, request_id: str, first_block: int, block_ids: Sequence[int]) -> None:
+        """A confirmed forward, or a landed restore, filled these blocks: blocks `first_block ..` of the request.
+
+        Only full blocks, only after the step that filled them has succeeded. From here on they may be stored.
+        """
+
+    @abstractmethod
+    def plan_step(self, reused: Sequence[int], demand: StepDemand) -> TransferPlan:
+        """Once a step, after the engine allocated for it: choose what to copy and pin its sources.
+
+        reused: blocks handed out since the last plan; what they held before is gone. The order of a step is allocate,
+        plan_step, forward, publish: a block named here after its new content was published is forgotten, not stored.
+        """
+
+    @abstractmethod
+    def complete(self, results: Sequence[CopyResult]) -> list[RestoreOutcome]:
+        """Copies ended: commit, unpin, and report restores that are over.
+
+        Late, double or unknown results are ignored.
+        """
+
+    @abstractmethod
+    def finish_request(self, request_id: str) -> None:
+        """The request ended: finished, failed or aborted. Idempotent. Its copies under way end on their own."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget all KV, here and in every tier: the engine forgets its own too. Copies under way come to nothing."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Drop what is not stored, with a reason, and end every lease. The worker was closed first. Idempotent."""
+
+
+class ConnectorWorker(ABC):
+    """The half beside the GPU pool. Copies on its own thread; `submit` and `poll` are called by the engine's thread."""
+
+    @abstractmethod
+    def submit(self, plan: TransferPlan, written: WriteFence | None) -> None:
+        """Queue the plan's copies.
+
+        Each begins after `written` fired. Without a fence nothing is copied. Never blocks.
+        """
+
+    @abstractmethod
+    def poll(self, timeout: float = 0.0) -> list[CopyResult]:
+        """Results since the last poll. Blocks at most `timeout` seconds for the first one: 0 within a step."""
+
+    @abstractmethod
+    def close(self, timeout: float) -> list[CopyResult]:
+        """Stop copying, within `timeout` seconds; the last results, those of copies never begun included."""

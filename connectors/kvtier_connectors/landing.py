@@ -1,0 +1,129 @@
+"""The way up, second stage: from leased slots into the engine's blocks, with a verdict per block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvtier.errors import IntegrityError
+from kvtier.keys import BlockDigest
+from kvtier.pool import Lease, Owner
+from kvtier.store import Space
+from kvtier_connectors.contract import BlockPoolView, CopyDirection, CopyJob, CopyResult, RestoreOutcome
+from kvtier_connectors.storing import blocks_per_job
+
+__all__ = ["Landing", "LandingFlow"]
+
+
+@dataclass(eq=False, slots=True)
+class Landing:
+    """One request's restore. Lives until its last copy ended, even when the request ended first."""
+
+    request_id: str
+    first_block: int
+    block_ids: tuple[int, ...]
+    space_digest: bytes
+    """The namespace at the beginning; another one at the end means a reset, which voids the landing."""
+    owner: Owner
+    copied: list[bool]
+    jobs: dict[int, int] = field(default_factory=dict)
+    """Jobs still running, and the place of their first block in `block_ids`."""
+
+
+class LandingFlow:
+    """Owns the restores under way: their leases and the pins on their destinations. Engine's thread only."""
+
+    def __init__(self, space: Space, pool: BlockPoolView, job_ids: Iterator[int], max_inflight_blocks: int) -> None:
+        self._space = space
+        self._pool = pool
+        self._job_ids = job_ids
+        self._max_inflight = max_inflight_blocks
+        self._by_job: dict[int, Landing] = {}
+        self._planned: list[CopyJob] = []
+        self._num_copying = 0
+
+    @property
+    def num_copying(self) -> int:
+        return self._num_copying
+
+    @property
+    def room(self) -> int:
+        """Blocks that may begin to land now."""
+        return max(0, self._max_inflight - self._num_copying)
+
+    def knows_job(self, job_id: int) -> bool:
+        return job_id in self._by_job
+
+    def begin(
+        self, request_id: str, first_block: int, digests: Sequence[BlockDigest], block_ids: Sequence[int]
+    ) -> Landing | None:
+        """Lease the slots, pin the destinations, queue the copies.
+
+        None, and nothing changed, if no block is held now.
+        """
+        wanted = min(len(block_ids), len(digests), self.room)
+        owner = self._space.owner(f"restore of {request_id}")
+        try:
+            leases = self._space.lease(digests[:wanted], owner)
+        except BaseException:
+            owner.close()
+            raise
+        if not leases:
+            owner.close()
+            return None
+        landing = Landing(
+            request_id=request_id,
+            first_block=first_block,
+            block_ids=tuple(block_ids[: len(leases)]),
+            space_digest=self._space.digest,
+            owner=owner,
+            copied=[False] * len(leases),
+        )
+        for block_id in landing.block_ids:
+            self._pool.pin(block_id)
+        self._num_copying += len(leases)
+        self._queue(landing, leases)
+        return landing
+
+    def plan(self) -> list[CopyJob]:
+        jobs, self._planned = self._planned, []
+        return jobs
+
+    def complete(self, result: CopyResult) -> tuple[Landing, RestoreOutcome] | None:
+        """A job ended; the outcome once it was the landing's last: the blocks up to the first without a verdict."""
+        landing = self._by_job.pop(result.job_id)
+        start = landing.jobs.pop(result.job_id)
+        landing.copied[start : start + len(result.copied)] = result.copied
+        if landing.jobs:
+            return None
+        for block_id in landing.block_ids:
+            self._pool.unpin(block_id)
+        self._num_copying -= len(landing.block_ids)
+        landing.owner.close()
+        landed = ([*landing.copied, False]).index(False)
+        if landing.space_digest != self._space.digest:
+            landed = 0
+        return landing, RestoreOutcome(landing.request_id, landing.first_block, landed)
+
+    def close(self) -> None:
+        """End every landing that is left: its worker is closed, so nothing writes the destinations any more."""
+        self._planned.clear()
+        for job_id in list(self._by_job):
+            self.complete(CopyResult(job_id, ()))
+
+    def check_integrity(self) -> None:
+        landings = {id(landing): landing for landing in self._by_job.values()}
+        if sum(len(landing.block_ids) for landing in landings.values()) != self._num_copying:
+            raise IntegrityError(
+                f"restores: {self._num_copying} blocks counted as landing, but their jobs say otherwise"
+            )
+
+    def _queue(self, landing: Landing, leases: Sequence[Lease]) -> None:
+        size = blocks_per_job(self._space.block_bytes)
+        for start in range(0, len(leases), size):
+            part = slice(start, start + size)
+            job_id = next(self._job_ids)
+            offsets = tuple(lease.offset for lease in leases[part])
+            landing.jobs[job_id] = start
+            self._by_job[job_id] = landing
+            self._planned.append(CopyJob(job_id, CopyDirection.RESTORE, landing.block_ids[part], offsets))

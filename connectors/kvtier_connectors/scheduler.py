@@ -1,0 +1,280 @@
+"""kvtier's scheduler half: match, admit, plan and complete over one space of a store."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Concatenate, ParamSpec, TypeVar, cast
+
+from kvtier.keys import BlockDigest
+from kvtier.metrics import LedgerSnapshot
+from kvtier.reasons import MissReason
+from kvtier.store import Space, Store
+from kvtier.tiers.host import Eviction
+from kvtier_connectors.contract import (
+    NO_COPIES,
+    BlockPoolView,
+    ConnectorScheduler,
+    CopyJob,
+    CopyResult,
+    Match,
+    RequestInfo,
+    RestoreOutcome,
+    StepDemand,
+    TransferPlan,
+)
+from kvtier_connectors.due import due_policy
+from kvtier_connectors.landing import Landing, LandingFlow
+from kvtier_connectors.published import PublishedBlock, PublishedBlocks
+from kvtier_connectors.storing import StoreFlow
+
+__all__ = ["ConnectorStats", "KVTierScheduler"]
+
+logger = logging.getLogger("kvtier.connector")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+NOTHING_HELD = Match(0, MissReason.TIER_ERROR)
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorStats:
+    """One moment of a connector. Counters run from its opening."""
+
+    ledger: LedgerSnapshot
+    """Where every due block went."""
+    landed_blocks: int
+    """Blocks restored into the GPU pool and handed to the engine."""
+    failed_landings: int
+    """Blocks that were to land and did not."""
+    readmissions: int
+    """Admissions of a request that had been admitted before; their lookups are in no hit rate."""
+    stale_results: int
+    """Copy results for jobs unknown or over; ignored."""
+    live_requests: int
+    """Requests started and not finished."""
+    in_flight_blocks: int
+    """Blocks being copied, down or up."""
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    info: RequestInfo
+    admitted: bool = False
+    landing: Landing | None = None
+
+
+def hook(
+    fallback: Callable[[], R],
+) -> Callable[[Callable[Concatenate[KVTierScheduler, P], R]], Callable[Concatenate[KVTierScheduler, P], R]]:
+    """A contract method that lets no exception out: logged, counted by type, and answered with `fallback()`."""
+
+    def wrap(
+        method: Callable[Concatenate[KVTierScheduler, P], R],
+    ) -> Callable[Concatenate[KVTierScheduler, P], R]:
+        @functools.wraps(method)
+        def call(self: KVTierScheduler, *args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - an exception in a hook kills an engine; a miss is right
+                self._report(method.__name__, error)
+                return fallback()
+
+        return cast("Callable[Concatenate[KVTierScheduler, P], R]", call)
+
+    return wrap
+
+
+class KVTierScheduler(ConnectorScheduler):
+    """Owns the records of live requests and joins the flows down and up. Engine's thread only.
+
+    The store's evictions come from any thread, through `_evicted`, guarded by `_evicted_lock`.
+    """
+
+    def __init__(self, store: Store, space: Space, pool: BlockPoolView) -> None:
+        settings = store.settings
+        self._store = store
+        self._space = space
+        self._restore_enabled = settings.restore.enabled
+        self._blocks = PublishedBlocks()
+        job_ids = itertools.count(1)
+        self._stores = StoreFlow(
+            space,
+            pool,
+            due_policy(settings.store.policy, settings.store.horizon_steps),
+            self._blocks,
+            job_ids,
+            settings.store.max_inflight_blocks,
+        )
+        self._landings = LandingFlow(space, pool, job_ids, settings.restore.max_inflight_blocks)
+        self._requests: dict[str, _Request] = {}
+        self._counts: Counter[str] = Counter()
+        self._reported: set[tuple[str, str]] = set()
+        self._evicted: deque[BlockDigest] = deque()
+        self._evicted_lock = threading.Lock()
+        self._closed = False
+        self._unsubscribe = space.on_evict(self._note_evictions)
+
+    # ---- the contract --------------------------------------------------------------------------------------------
+
+    @hook(lambda: None)
+    def start_request(self, request: RequestInfo) -> None:
+        self._requests[request.request_id] = _Request(request)
+
+    @hook(lambda: NOTHING_HELD)
+    def match(self, request_id: str, num_local_blocks: int, max_blocks: int) -> Match:
+        request = self._requests.get(request_id)
+        if request is None or not self._restore_enabled or not request.info.restore:
+            return Match(0, MissReason.RESTORE_OFF)
+        wanted = request.info.digests[num_local_blocks : num_local_blocks + max(0, max_blocks)]
+        found = self._space.lookup(wanted).poll()
+        if found is None:
+            return NOTHING_HELD
+        return Match(found.num_blocks, found.miss)
+
+    @hook(lambda: 0)
+    def admit(self, request_id: str, num_local_blocks: int, max_blocks: int, block_ids: Sequence[int]) -> int:
+        request = self._requests.get(request_id)
+        if request is None or request.landing is not None:
+            return 0
+        landing = None
+        if block_ids and self._restore_enabled and request.info.restore:
+            wanted = request.info.digests[num_local_blocks : num_local_blocks + len(block_ids)]
+            landing = self._landings.begin(request_id, num_local_blocks, wanted, block_ids)
+        request.landing = landing
+        num_landing = len(landing.block_ids) if landing else 0
+        self._count_admission(
+            request, num_local_blocks, max_blocks, num_landing
+        )  # a hook of its own: the landing has begun
+        return num_landing
+
+    @hook(lambda: None)
+    def publish(self, request_id: str, first_block: int, block_ids: Sequence[int]) -> None:
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        digests = request.info.digests
+        for index, block_id in enumerate(block_ids, first_block):
+            parent = digests[index - 1] if index else None
+            self._stores.publish(PublishedBlock(block_id, digests[index], parent))
+
+    @hook(lambda: NO_COPIES)
+    def plan_step(self, reused: Sequence[int], demand: StepDemand) -> TransferPlan:
+        jobs = (*self._landings.plan(), *self._plan_stores(reused, demand))
+        return TransferPlan(jobs, self._landings.num_copying + self._stores.num_copying)
+
+    def complete(self, results: Sequence[CopyResult]) -> list[RestoreOutcome]:
+        outcomes: list[RestoreOutcome] = []
+        for result in results:
+            try:
+                if self._stores.knows_job(result.job_id):
+                    self._stores.complete(result)
+                elif self._landings.knows_job(result.job_id):
+                    outcomes += self._complete_landing(result)
+                else:
+                    self._counts["stale_results"] += 1
+            except Exception as error:  # noqa: BLE001 - one bad result spoils no other
+                self._report("complete", error)
+        return outcomes
+
+    @hook(lambda: None)
+    def finish_request(self, request_id: str) -> None:
+        self._requests.pop(request_id, None)
+
+    @hook(lambda: None)
+    def reset(self) -> None:
+        self._store.reset()
+        self._stores.reset()
+
+    @hook(lambda: None)
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._unsubscribe()
+            self._landings.close()
+            self._stores.close()
+            self._requests.clear()
+
+    # ---- beside it -----------------------------------------------------------------------------------------------
+
+    def stats(self) -> ConnectorStats:
+        """A snapshot; any thread."""
+        return ConnectorStats(
+            ledger=self._stores.ledger.snapshot(),
+            landed_blocks=self._counts["landed_blocks"],
+            failed_landings=self._counts["failed_landings"],
+            readmissions=self._counts["readmissions"],
+            stale_results=self._counts["stale_results"],
+            live_requests=len(self._requests),
+            in_flight_blocks=self._landings.num_copying + self._stores.num_copying,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when ledger, jobs, pins or the store disagree. O(blocks): for tests."""
+        self._stores.check_integrity()
+        self._landings.check_integrity()
+        self._store.check_integrity()
+
+    @hook(lambda: cast("list[CopyJob]", []))
+    def _plan_stores(self, reused: Sequence[int], demand: StepDemand) -> list[CopyJob]:
+        self._take_evictions()
+        for block_id in reused:
+            self._stores.forget(block_id)
+        return self._stores.plan(demand)
+
+    def _complete_landing(self, result: CopyResult) -> list[RestoreOutcome]:
+        ended = self._landings.complete(result)
+        if ended is None:
+            return []
+        landing, outcome = ended
+        self._counts["landed_blocks"] += outcome.num_landed
+        self._counts["failed_landings"] += len(landing.block_ids) - outcome.num_landed
+        request = self._requests.get(outcome.request_id)
+        if request is None or request.landing is not landing:
+            return []  # that request ended, and its id may be another's by now
+        request.landing = None
+        return [outcome]
+
+    @hook(lambda: None)
+    def _count_admission(self, request: _Request, num_local_blocks: int, max_blocks: int, num_landing: int) -> None:
+        if request.admitted:
+            self._counts["readmissions"] += 1
+            return
+        request.admitted = True
+        if not request.info.restore:
+            return
+        asked = request.info.digests[num_local_blocks : num_local_blocks + max(0, max_blocks)]
+        miss: MissReason | None = MissReason.RESTORE_OFF
+        if self._restore_enabled:
+            found = self._space.lookup(asked[num_landing : num_landing + 1]).poll()
+            miss = found.miss or MissReason.NO_ROOM if found else None
+        self._space.count_lookup(len(asked), num_landing, miss)
+
+    def _note_evictions(self, evicted: Sequence[Eviction]) -> None:
+        with self._evicted_lock:
+            self._evicted.extend(item.digest for item in evicted)
+
+    def _take_evictions(self) -> None:
+        if self._evicted:
+            with self._evicted_lock:
+                digests = list(self._evicted)
+                self._evicted.clear()
+            self._stores.mark_evicted(digests)
+
+    def _report(self, where: str, error: Exception) -> None:
+        """Log the first of each kind with its trace; count them all."""
+        self._space.count_error(error)
+        kind = (where, type(error).__name__)
+        if kind not in self._reported:
+            self._reported.add(kind)
+            logger.error(
+                "connector.%s failed; the engine recomputes (later ones of this kind are only counted)",
+                where,
+                exc_info=error,
+            )

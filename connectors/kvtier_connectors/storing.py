@@ -1,0 +1,227 @@
+"""The way down: from due blocks to committed slots, each block accounted for in the ledger."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvtier.errors import IntegrityError
+from kvtier.keys import BlockDigest
+from kvtier.metrics import Ledger
+from kvtier.reasons import DropReason
+from kvtier.store import Space
+from kvtier.tiers.host import Reservation
+from kvtier_connectors.contract import (
+    BlockPoolView,
+    CopyDirection,
+    CopyFailure,
+    CopyJob,
+    CopyResult,
+    StepDemand,
+)
+from kvtier_connectors.due import DuePolicy
+from kvtier_connectors.published import PublishedBlock, PublishedBlocks
+
+__all__ = ["StoreFlow", "blocks_per_job"]
+
+logger = logging.getLogger("kvtier.connector")
+
+JOB_BYTES = 32 << 20  # a restore waits for one running job at most: a few milliseconds
+
+FAILURE_TO_REASON = {
+    CopyFailure.BACKLOG: DropReason.BACKLOG,
+    CopyFailure.NO_FENCE: DropReason.COPY_FAILED,
+    CopyFailure.RAISED: DropReason.COPY_FAILED,
+    CopyFailure.CLOSED: DropReason.CLOSED,
+}
+
+
+def blocks_per_job(block_bytes: int) -> int:
+    """How many blocks of this size one copy job takes."""
+    return max(1, JOB_BYTES // block_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copying:
+    block: PublishedBlock
+    reservation: Reservation
+
+
+class StoreFlow:
+    """Owns the due queue, the stores under way, their pins, and the ledger. Engine's thread only.
+
+    A block is dirty, then due (in `_due`, prefix before tail), then copying (in `_jobs`, pinned, slot reserved), then
+    stored or dropped with a reason. A due block may be reused before its copy begins; a copying one is pinned.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        pool: BlockPoolView,
+        policy: DuePolicy,
+        blocks: PublishedBlocks,
+        job_ids: Iterator[int],
+        max_inflight_blocks: int,
+    ) -> None:
+        self._space = space
+        self._pool = pool
+        self._policy = policy
+        self._blocks = blocks
+        self._job_ids = job_ids
+        self._max_inflight = max_inflight_blocks
+        self._owner = space.owner("stores")
+        self._due: deque[PublishedBlock] = deque()
+        self._jobs: dict[int, list[_Copying]] = {}
+        self._num_copying = 0
+        self.ledger = Ledger()
+
+    @property
+    def num_copying(self) -> int:
+        return self._num_copying
+
+    def knows_job(self, job_id: int) -> bool:
+        return job_id in self._jobs
+
+    def publish(self, block: PublishedBlock) -> None:
+        """A block became publishable: dirty, unless the store has it already."""
+        if not self._policy.tracks_blocks:
+            return
+        dirty = not self._space.holds(block.digest)
+        self._blocks.add(block, dirty=dirty)
+        if dirty and self._policy.due_at_publish:
+            self._make_due(block)
+
+    def forget(self, block_id: int) -> None:
+        """The GPU block was reused. If it was dirty, its KV is lost; a due one is counted when its turn comes."""
+        was_dirty = self._blocks.is_dirty(block_id)
+        if self._blocks.forget(block_id) is not None and was_dirty:
+            self.ledger.add_due(1)
+            self.ledger.add_dropped(DropReason.OVERTAKEN, 1)
+
+    def plan(self, demand: StepDemand) -> list[CopyJob]:
+        """Make what is due due, and begin as many copies as the bound allows."""
+        for block_id in self._policy.due_blocks(self._pool, self._blocks, demand):
+            block = self._blocks.get(block_id)
+            if block is not None and self._blocks.is_dirty(block_id):
+                self._make_due(block)
+        begun: list[_Copying] = []
+        while self._due and self._num_copying < self._max_inflight:
+            copying = self._begin(self._due.popleft())
+            if copying is not None:
+                begun.append(copying)
+        size = blocks_per_job(self._space.block_bytes)
+        return [self._job(begun[start : start + size]) for start in range(0, len(begun), size)]
+
+    def complete(self, result: CopyResult) -> None:
+        """A job of ours ended: commit what was copied, prefix first, drop the rest, unpin all."""
+        copying = self._jobs.pop(result.job_id)
+        self._num_copying -= len(copying)
+        for item in copying:
+            self._pool.unpin(item.block.block_id)
+        verdicts = [*result.copied, *([False] * len(copying))]
+        reason = FAILURE_TO_REASON[result.failure or CopyFailure.RAISED]
+        for item, copied in zip(copying, verdicts, strict=False):
+            outcome = self._commit(item) if copied else reason
+            if outcome is None:
+                self.ledger.add_stored(1)
+            else:
+                self._space.abort(item.reservation)
+                self.ledger.add_dropped(outcome, 1)
+
+    def mark_evicted(self, digests: Sequence[BlockDigest]) -> None:
+        """The store gave these up; where the GPU pool still holds them they are dirty again."""
+        marked = [digest for digest in digests if self._blocks.mark_dirty(digest)]
+        if marked:
+            self._policy.rescan()
+
+    def reset(self) -> None:
+        """Forget every block. Copies under way end as RESET when their commit is refused."""
+        self._drop_due(DropReason.RESET)
+        self._blocks.clear()
+        self._policy.rescan()
+
+    def close(self) -> None:
+        """Drop what is due or copying. The worker was closed, so nothing writes the slots any more."""
+        self._drop_due(DropReason.CLOSED)
+        for job_id in list(self._jobs):
+            self.complete(CopyResult(job_id, (), CopyFailure.CLOSED))
+        self._owner.close()
+
+    def check_integrity(self) -> None:
+        self._blocks.check_integrity()
+        self.ledger.check_integrity()
+        copying = sum(map(len, self._jobs.values()))
+        if copying != self._num_copying or copying + len(self._due) != self.ledger.snapshot().pending:
+            raise IntegrityError(
+                f"stores: {copying} copying (counted {self._num_copying}) and {len(self._due)} due are not the "
+                f"ledger's {self.ledger.snapshot().pending} pending"
+            )
+
+    def _make_due(self, block: PublishedBlock) -> None:
+        """Queue a dirty block behind its dirty ancestors, so that no tail is stored before its prefix.
+
+        Marking them clean ends the walk early the next time: over its life a block is walked over once.
+        """
+        chain = [block]
+        while (parent := chain[-1].parent) is not None:
+            ancestor = self._blocks.find(parent)
+            if ancestor is None or not self._blocks.is_dirty(ancestor.block_id):
+                break
+            chain.append(ancestor)
+        for link in reversed(chain):
+            self._blocks.mark_clean(link.block_id)
+            self._due.append(link)
+        self.ledger.add_due(len(chain))
+
+    def _begin(self, block: PublishedBlock) -> _Copying | None:
+        """Reserve a slot and pin the source, or drop the block with its reason."""
+        reservation = self._reserve(block)
+        if isinstance(reservation, DropReason):
+            self.ledger.add_dropped(reservation, 1)
+            return None
+        self._pool.pin(block.block_id)
+        self._num_copying += 1
+        return _Copying(block, reservation)
+
+    def _reserve(self, block: PublishedBlock) -> Reservation | DropReason:
+        if self._blocks.get(block.block_id) != block:
+            return DropReason.OVERTAKEN
+        try:
+            if not self._reachable(block.parent):
+                return DropReason.ORPHAN
+            return self._space.reserve(block.digest, block.parent, self._owner)
+        except Exception as error:  # noqa: BLE001 - whatever a tier does wrong, the block is just not stored
+            return self._tier_failed("reserving a slot", error)
+
+    def _commit(self, item: _Copying) -> DropReason | None:
+        """None when the block is stored now."""
+        try:
+            if not self._reachable(item.block.parent):
+                return DropReason.ORPHAN
+            return None if self._space.commit([item.reservation])[0] else DropReason.RESET
+        except Exception as error:  # noqa: BLE001 - as above
+            return self._tier_failed("committing a block", error)
+
+    def _tier_failed(self, what: str, error: Exception) -> DropReason:
+        logger.error("%s failed; the block is not stored: %r", what, error)
+        self._space.count_error(error)
+        return DropReason.TIER_ERROR
+
+    def _reachable(self, parent: BlockDigest | None) -> bool:
+        return parent is None or self._space.holds(parent)
+
+    def _job(self, copying: list[_Copying]) -> CopyJob:
+        job_id = next(self._job_ids)
+        self._jobs[job_id] = copying
+        return CopyJob(
+            job_id,
+            CopyDirection.STORE,
+            tuple(item.block.block_id for item in copying),
+            tuple(item.reservation.lease.offset for item in copying),
+        )
+
+    def _drop_due(self, reason: DropReason) -> None:
+        self.ledger.add_dropped(reason, len(self._due))
+        self._due.clear()

@@ -1,0 +1,144 @@
+"""kvtier's worker half: copies between the GPU pool and slots, on a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.executor import Executor, ThreadExecutor
+from kvtier_connectors.contract import (
+    ConnectorWorker,
+    CopyDirection,
+    CopyFailure,
+    CopyJob,
+    CopyResult,
+    TransferPlan,
+    WriteFence,
+)
+from kvtier_kernels import BlockPlanes, KernelBackend, default_backend
+
+__all__ = ["CopyTotals", "KVTierWorker"]
+
+logger = logging.getLogger("kvtier.worker")
+
+MAX_QUEUED_JOBS = 256
+FENCE_TIMEOUT_S = 30.0  # a device that does not finish a step in this time has other troubles
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTotals:
+    """Bytes copied in one direction and the seconds it took the copying thread."""
+
+    num_bytes: int
+    seconds: float
+
+
+class KVTierWorker(ConnectorWorker):
+    """Owns the copying thread and the results that wait to be polled.
+
+    planes: the GPU pool. host: the host pool's bytes. The worker holds both while a copy runs, so that neither is
+    unmapped under it.
+
+    Mutable state: `_queued` (jobs not begun), `_results`, `_totals`, guarded by `_arrived`.
+    """
+
+    def __init__(
+        self,
+        planes: BlockPlanes,
+        host: npt.NDArray[np.uint8],
+        *,
+        executor: Executor | None = None,
+        backend: KernelBackend | None = None,
+    ) -> None:
+        self._planes = planes
+        self._host: npt.NDArray[np.uint8] | None = host
+        self._backend = backend or default_backend()
+        self._executor = executor or ThreadExecutor("kvtier-copy", MAX_QUEUED_JOBS)
+        self._results: deque[CopyResult] = deque()
+        self._totals = dict.fromkeys(CopyDirection, CopyTotals(0, 0.0))
+        self._arrived = threading.Condition()
+        self._queued: dict[int, CopyJob] = {}
+
+    def submit(self, plan: TransferPlan, written: WriteFence | None) -> None:
+        for job in plan.jobs:
+            if written is None:
+                self._fail(job, CopyFailure.NO_FENCE)
+                continue
+            with self._arrived:
+                self._queued[job.job_id] = job
+            if not self._executor.try_submit(self._copy(job, written), urgent=job.direction is CopyDirection.RESTORE):
+                self._fail(job, CopyFailure.BACKLOG)
+
+    def poll(self, timeout: float = 0.0) -> list[CopyResult]:
+        if not timeout and not self._results:
+            return []
+        with self._arrived:
+            if timeout and not self._results:
+                self._arrived.wait(timeout)
+            results = list(self._results)
+            self._results.clear()
+        return results
+
+    def close(self, timeout: float) -> list[CopyResult]:
+        self._executor.close(timeout)
+        self._host = None
+        for job in list(self._queued.values()):
+            self._fail(job, CopyFailure.CLOSED)
+        return self.poll()
+
+    def totals(self, direction: CopyDirection) -> CopyTotals:
+        """What was copied so far; any thread."""
+        return self._totals[direction]
+
+    def _copy(self, job: CopyJob, written: WriteFence) -> Callable[[], None]:
+        host = self._host
+
+        def run() -> None:
+            with self._arrived:
+                begun = self._queued.pop(job.job_id, None) is not None
+            if not begun or host is None:
+                return  # told as CLOSED, or as nothing at all after the end
+            try:
+                if not written.wait(FENCE_TIMEOUT_S):
+                    logger.warning("a %s waited %g s for the device; not copied", job.direction.value, FENCE_TIMEOUT_S)
+                    self._fail(job, CopyFailure.RAISED)
+                else:
+                    self._run(job, host)
+            except BaseException:
+                logger.exception(
+                    "a %s of %d blocks failed; they are recomputed", job.direction.value, len(job.block_ids)
+                )
+                self._fail(job, CopyFailure.RAISED)
+
+        return run
+
+    def _run(self, job: CopyJob, host: npt.NDArray[np.uint8]) -> None:
+        block_ids = np.asarray(job.block_ids, np.int64)
+        offsets = np.asarray(job.offsets, np.int64)
+        start = time.perf_counter()
+        if job.direction is CopyDirection.STORE:
+            self._backend.gather(self._planes, block_ids, host, offsets)
+        else:
+            self._backend.scatter(self._planes, block_ids, host, offsets)
+        seconds = time.perf_counter() - start
+        self._tell(CopyResult(job.job_id, (True,) * len(job.block_ids), None, seconds), job)
+
+    def _fail(self, job: CopyJob, failure: CopyFailure) -> None:
+        self._tell(CopyResult(job.job_id, (False,) * len(job.block_ids), failure), job)
+
+    def _tell(self, result: CopyResult, job: CopyJob) -> None:
+        with self._arrived:
+            self._queued.pop(job.job_id, None)
+            if result.failure is None:
+                totals = self._totals[job.direction]
+                num_bytes = totals.num_bytes + len(job.block_ids) * self._planes.block_bytes
+                self._totals[job.direction] = CopyTotals(num_bytes, totals.seconds + result.seconds)
+            self._results.append(result)
+            self._arrived.notify()
