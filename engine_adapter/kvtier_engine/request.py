@@ -1,0 +1,135 @@
+"""One request: its tokens, its blocks, where it stands, and what it has put out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+
+from kvtier.keys import DigestChain, Extras
+from kvtier_engine.sampling import Sampler, SamplingParams
+
+__all__ = ["FinishReason", "Request", "RequestOutput", "RequestState"]
+
+
+class RequestState(Enum):
+    WAITING = "waiting"
+    """Holds no block. New, or preempted."""
+    RESTORING = "restoring"
+    """Holds a slot and blocks that a landing writes."""
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    """An end token, a stop token or a stop string."""
+    LENGTH = "length"
+    """max_tokens, or the model length."""
+    ABORT = "abort"
+    """The caller ended it."""
+    ERROR = "error"
+    """The forward failed, or the request could not go on; `error` says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What one step added to a request.
+
+    new_token_ids: tokens of this step. token_ids: all output tokens so far. new_text: text that is final by now.
+    gpu_hit_tokens, restored_tokens: prompt tokens not computed at the first admission, by where their KV was.
+    ttft_s: from arrival to first token, None before it.
+    """
+
+    request_id: str
+    new_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    new_text: str
+    finish_reason: FinishReason | None
+    num_prompt_tokens: int
+    gpu_hit_tokens: int
+    restored_tokens: int
+    ttft_s: float | None
+    error: str | None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+class Request:
+    """A live request. Owned by the scheduler; nobody else writes it."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        sampler: Sampler,
+        extras: Extras,
+        block_tokens: int,
+        arrival: float,
+        *,
+        restore: bool,
+    ) -> None:
+        self.request_id = request_id
+        self.params = params
+        self.sampler = sampler
+        self.arrival = arrival
+        self.restore = restore
+        self.tokens = list(prompt)
+        self.num_prompt_tokens = len(prompt)
+        self.chain = DigestChain(block_tokens, extras)
+        self.chain.extend(prompt)
+        self.root = extras.root(block_tokens)
+        self.state = RequestState.WAITING
+        self.block_table: list[int] = []
+        self.num_computed = 0
+        """Tokens whose KV stands in `block_table`."""
+        self.num_published = 0
+        """Leading blocks of `block_table` that are matchable."""
+        self.was_admitted = False
+        self.num_preemptions = 0
+        self.gpu_hit_tokens = 0
+        self.restored_tokens = 0
+        self.first_token_at: float | None = None
+        self.finish_reason: FinishReason | None = None
+        self.error: str | None = None
+        self._block_tokens = block_tokens
+
+    @property
+    def output_tokens(self) -> tuple[int, ...]:
+        return tuple(self.tokens[self.num_prompt_tokens :])
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        """Only its newest token is to be computed."""
+        return self.num_uncomputed == 1 and len(self.tokens) > self.num_prompt_tokens
+
+    @property
+    def max_reusable_blocks(self) -> int:
+        """Full blocks that may come from a cache: at least one token is left to compute, for its logits."""
+        return (len(self.tokens) - 1) // self._block_tokens
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_tokens)
+
+    def tokens_of(self, block_index: int) -> tuple[int, ...]:
+        start = block_index * self._block_tokens
+        return tuple(self.tokens[start : start + self._block_tokens])
+
+    def append(self, token: int, now: float) -> None:
+        self.tokens.append(token)
+        self.chain.extend([token])
+        if self.first_token_at is None:
+            self.first_token_at = now
+
+    def forget_blocks(self) -> list[int]:
+        """Give up every block and what was computed; the caller releases them."""
+        blocks, self.block_table = self.block_table, []
+        self.num_computed = self.num_published = 0
+        return blocks

@@ -1,0 +1,48 @@
+"""The real model, converted once a user and loaded once a session, on one torch thread."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from kvtier_engine.hf_runner import HFRunner
+
+# torch reads it when first imported. Its OpenMP threads spin, so on a shared core a second one costs a factor of ten.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_torch_thread() -> None:
+    """bf16 results depend on the number of threads."""
+    torch = pytest.importorskip("torch")
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def real_model_dir() -> Path:
+    from kvtier.errors import ConfigError
+    from kvtier_engine.weights import ensure_default_model
+
+    try:
+        return ensure_default_model(print)
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def runner_float32(real_model_dir: Path) -> HFRunner:
+    """The real model, 64 blocks of 16 tokens. Tests write the blocks they read, and rely on no other content."""
+    from kvtier_engine.hf_runner import HFRunner
+
+    return HFRunner.load(real_model_dir, num_blocks=64, dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def runner_bfloat16(real_model_dir: Path) -> HFRunner:
+    from kvtier_engine.hf_runner import HFRunner
+
+    return HFRunner.load(real_model_dir, num_blocks=64, dtype="bfloat16")
