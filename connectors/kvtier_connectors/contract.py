@@ -44,6 +44,10 @@ class BlockPoolView(Protocol):
     """What the connector may see and do of the engine's block pool. Called on the engine's thread only."""
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool, used or free."""
+
+    @property
     def queue_version(self) -> int:
         """Changes whenever the order or members of the free queue change, so that an idle step costs nothing."""
 

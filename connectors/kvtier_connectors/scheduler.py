@@ -20,6 +20,7 @@ from kvtier_connectors.contract import (
     NO_COPIES,
     BlockPoolView,
     ConnectorScheduler,
+    CopyFailure,
     CopyJob,
     CopyResult,
     Match,
@@ -29,6 +30,7 @@ from kvtier_connectors.contract import (
     TransferPlan,
 )
 from kvtier_connectors.due import due_policy
+from kvtier_connectors.faults import CAUGHT
 from kvtier_connectors.landing import Landing, LandingFlow
 from kvtier_connectors.published import PublishedBlock, PublishedBlocks
 from kvtier_connectors.storing import StoreFlow
@@ -82,7 +84,7 @@ def hook(
         def call(self: KVTierScheduler, *args: P.args, **kwargs: P.kwargs) -> R:
             try:
                 return method(self, *args, **kwargs)
-            except Exception as error:  # noqa: BLE001 - an exception in a hook kills an engine; a miss is right
+            except CAUGHT as error:  # an exception in a hook kills an engine; a miss is right
                 self._report(method.__name__, error)
                 return fallback()
 
@@ -110,7 +112,8 @@ class KVTierScheduler(ConnectorScheduler):
             due_policy(settings.store.policy, settings.store.horizon_steps),
             self._blocks,
             job_ids,
-            settings.store.max_inflight_blocks,
+            min(settings.store.max_inflight_blocks, max(1, pool.num_blocks // 2)),
+            self._report,
         )
         self._landings = LandingFlow(space, pool, job_ids, settings.restore.max_inflight_blocks)
         self._requests: dict[str, _Request] = {}
@@ -143,15 +146,10 @@ class KVTierScheduler(ConnectorScheduler):
         request = self._requests.get(request_id)
         if request is None or request.landing is not None:
             return 0
-        landing = None
         if block_ids and self._restore_enabled and request.info.restore:
-            wanted = request.info.digests[num_local_blocks : num_local_blocks + len(block_ids)]
-            landing = self._landings.begin(request_id, num_local_blocks, wanted, block_ids)
-        request.landing = landing
-        num_landing = len(landing.block_ids) if landing else 0
-        self._count_admission(
-            request, num_local_blocks, max_blocks, num_landing
-        )  # a hook of its own: the landing has begun
+            request.landing = self._begin_landing(request, num_local_blocks, block_ids)
+        num_landing = len(request.landing.block_ids) if request.landing else 0
+        self._count_admission(request, num_local_blocks, max_blocks, num_landing)
         return num_landing
 
     @hook(lambda: None)
@@ -179,7 +177,7 @@ class KVTierScheduler(ConnectorScheduler):
                     outcomes += self._complete_landing(result)
                 else:
                     self._counts["stale_results"] += 1
-            except Exception as error:  # noqa: BLE001 - one bad result spoils no other
+            except CAUGHT as error:  # one bad result spoils no other
                 self._report("complete", error)
         return outcomes
 
@@ -189,17 +187,23 @@ class KVTierScheduler(ConnectorScheduler):
 
     @hook(lambda: None)
     def reset(self) -> None:
-        self._store.reset()
+        self._landings.void()
         self._stores.reset()
+        # If the store cannot forget, both stay off: no KV is better than that of before.
+        self._restore_enabled = self._stores.enabled = False
+        self._store.reset()
+        self._restore_enabled, self._stores.enabled = self._store.settings.restore.enabled, True
 
     @hook(lambda: None)
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._unsubscribe()
-            self._landings.close()
-            self._stores.close()
-            self._requests.clear()
+        if self._closed:
+            return
+        self._closed = True
+        jobs = [*self._landings.running_jobs(), *self._stores.running_jobs()]
+        self.complete([CopyResult(job_id, (), CopyFailure.CLOSED) for job_id in jobs])
+        self._requests.clear()
+        self._unsubscribe()
+        self._stores.close()
 
     # ---- beside it -----------------------------------------------------------------------------------------------
 
@@ -235,11 +239,23 @@ class KVTierScheduler(ConnectorScheduler):
         landing, outcome = ended
         self._counts["landed_blocks"] += outcome.num_landed
         self._counts["failed_landings"] += len(landing.block_ids) - outcome.num_landed
+        self._release_landing(landing)
         request = self._requests.get(outcome.request_id)
         if request is None or request.landing is not landing:
             return []  # that request ended, and its id may be another's by now
         request.landing = None
         return [outcome]
+
+    # Hooks of their own, so that what they raise is not the end of the call around them.
+
+    @hook(lambda: cast("Landing | None", None))
+    def _begin_landing(self, request: _Request, num_local_blocks: int, block_ids: Sequence[int]) -> Landing | None:
+        wanted = request.info.digests[num_local_blocks : num_local_blocks + len(block_ids)]
+        return self._landings.begin(request.info.request_id, num_local_blocks, wanted, block_ids)
+
+    @hook(lambda: None)
+    def _release_landing(self, landing: Landing) -> None:
+        self._landings.release(landing)
 
     @hook(lambda: None)
     def _count_admission(self, request: _Request, num_local_blocks: int, max_blocks: int, num_landing: int) -> None:
@@ -249,12 +265,9 @@ class KVTierScheduler(ConnectorScheduler):
         request.admitted = True
         if not request.info.restore:
             return
-        asked = request.info.digests[num_local_blocks : num_local_blocks + max(0, max_blocks)]
-        miss: MissReason | None = MissReason.RESTORE_OFF
-        if self._restore_enabled:
-            found = self._space.lookup(asked[num_landing : num_landing + 1]).poll()
-            miss = found.miss or MissReason.NO_ROOM if found else None
-        self._space.count_lookup(len(asked), num_landing, miss)
+        num_asked = max(0, min(max_blocks, len(request.info.digests) - num_local_blocks))
+        miss = self.match(request.info.request_id, num_local_blocks + num_landing, 1).miss
+        self._space.count_lookup(num_asked, num_landing, miss or MissReason.NO_ROOM)
 
     def _note_evictions(self, evicted: Sequence[Eviction]) -> None:
         with self._evicted_lock:
@@ -267,7 +280,7 @@ class KVTierScheduler(ConnectorScheduler):
                 self._evicted.clear()
             self._stores.mark_evicted(digests)
 
-    def _report(self, where: str, error: Exception) -> None:
+    def _report(self, where: str, error: BaseException) -> None:
         """Log the first of each kind with its trace; count them all."""
         self._space.count_error(error)
         kind = (where, type(error).__name__)

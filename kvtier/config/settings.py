@@ -94,7 +94,7 @@ class StoreSettings(_Subsystem):
     """When a block is stored."""
     horizon_steps: Annotated[float, Field(gt=0)] = 2.5
     """Steps of allocation ahead of which an evictable block is stored."""
-    max_inflight_blocks: Annotated[int, Field(ge=1)] = 64
+    max_inflight_blocks: Annotated[int, Field(ge=1)] = 512
     """Blocks whose copy down may be running at once."""
 
 

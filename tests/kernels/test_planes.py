@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from kvtier_kernels import BlockPlanes, KernelError, get_backend
 from kvtier_kernels.runs import EvenRun, UnevenRun
 
@@ -58,7 +59,9 @@ class Test3d:
     def test_view_of_words(self) -> None:
         pool = np.arange(3 * 4 * 16, dtype=np.uint8).reshape(3, 4, 16)
         view = BlockPlanes.from_arrays(list(pool)).as_3d()
-        assert view is not None and view.dtype == np.int64 and view.shape == (3, 4, 2)
+        assert view is not None
+        assert view.dtype == np.int64
+        assert view.shape == (3, 4, 2)
         assert view.tobytes() == pool.tobytes()
         view[2, 3] = -1
         assert pool[2, 3].tolist() == [255] * 16
@@ -66,10 +69,13 @@ class Test3d:
     def test_view_of_bytes(self) -> None:
         pool = np.zeros((3, 4, 12), np.uint8)
         view = BlockPlanes.from_arrays(list(pool)).as_3d()
-        assert view is not None and view.dtype == np.uint8 and view.shape == (3, 4, 12)
+        assert view is not None
+        assert view.dtype == np.uint8
+        assert view.shape == (3, 4, 12)
         shifted = np.zeros(3 * 4 * 16 + 4, np.uint8)[4:].reshape(3, 4, 16)
         view = BlockPlanes.from_arrays(list(shifted)).as_3d()
-        assert view is not None and view.dtype == np.uint8
+        assert view is not None
+        assert view.dtype == np.uint8
 
     def test_tensors_and_mappings_that_share_a_storage(self) -> None:
         pool = torch.zeros(2, 3, 8)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+
 from kvtier_kernels import KernelBackend, KernelError, backend_names, default_backend, get_backend
 
 

@@ -16,7 +16,7 @@ __all__ = ["command"]
 HOST_SIZE = "1GiB"
 MANUAL_TOKENS = 1380
 MAX_BATCH_TOKENS = 512
-SMALL_POOL_SESSIONS = 2  # sessions that fit the small pool
+SMALL_POOL_SESSIONS = 2  # sessions that fit the small pool: whoever returns has been evicted
 
 
 def command(
@@ -85,7 +85,7 @@ def _run(model_dir: Path | None, num_sessions: int, progress: Progress, *, corru
     session_blocks = -(-longest // loaded.runner.layout.block_tokens)
     measurement = Measurement(loaded, conversations, settings, config, progress)
     return measurement.run(
-        small_blocks=SMALL_POOL_SESSIONS * session_blocks,
+        small_blocks=int(SMALL_POOL_SESSIONS * session_blocks),
         large_blocks=(num_sessions + 1) * session_blocks,
         corrupt=corrupt,
     )

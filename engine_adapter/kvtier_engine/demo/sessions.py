@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Session", "make_sessions"]
 
-MODULES = ("argparse", "logging", "threading", "subprocess", "datetime", "collections", "random", "typing")
+MODULES = ("argparse", "logging", "threading", "subprocess", "collections", "random", "typing", "unittest")
 QUESTIONS = (
     "What is this module for? Answer in one sentence.",
     "Which class or function of it would you show a beginner first, and why?",
@@ -42,6 +42,8 @@ def make_sessions(count: int, tokenizer: Tokenizer, manual_tokens: int) -> list[
     sessions = []
     for name in MODULES[:count]:
         tokens = tokenizer.encode(_manual(name))[:manual_tokens]
+        if len(tokens) < manual_tokens:
+            raise ConfigError(f"this Python's manual of {name} has {len(tokens)} tokens, fewer than {manual_tokens}")
         manual = tokenizer.decode(tokens)
         system = {"role": "system", "content": f"You answer questions about this manual of {name}:\n\n{manual}"}
         sessions.append(Session(name, [system]))

@@ -84,8 +84,9 @@ class ConnectorRig:
         self.space = self.store.open_space(namespace_of(self.runner))
         self.scheduler = KVTierScheduler(self.store, self.space, self.pool)
         self.executor = ManualExecutor()
+        planes = BlockPlanes.from_arrays(self.runner.planes())
         self.worker = KVTierWorker(
-            BlockPlanes.from_arrays(self.runner.planes()), self.space.buffer, executor=executor or self.executor
+            planes, self.space.buffer, executor=self.executor if executor is None else executor
         )
         self.digests: dict[str, Sequence[BlockDigest]] = {}
 
@@ -238,7 +239,7 @@ class EngineRig:
                 settings if kvtier else None,
                 eos_token_ids=eos_token_ids,
                 store=self.store,
-                executor=executor or self.executor,
+                executor=self.executor if executor is None else executor,
                 clock=clock or FakeClock(),
                 make_sampler=cast("Callable[[SamplingParams], Sampler]", FakeSampler),
             )

@@ -24,8 +24,9 @@ def slot_offsets(order: str, num_slots: int, block_bytes: int) -> list[int]:
 
 
 def host_for(num_slots: int, block_bytes: int) -> Bytes:
-    """Random bytes with room for the slots of any order."""
-    return np.random.default_rng(13).integers(0, 256, 72 + num_slots * (block_bytes + 64), dtype=np.uint8)
+    """Random bytes, repeated at a prime distance, with room for the slots of any order."""
+    pattern = np.random.default_rng(13).integers(0, 256, 65521, dtype=np.uint8)
+    return np.resize(pattern, 72 + num_slots * (block_bytes + 64))
 
 
 def id_lists(num_blocks: int) -> dict[str, list[int]]:

@@ -49,7 +49,7 @@ BAD_CALLS = (
     BadCall("host of int64", [0], [0], host=lambda host: host.view(np.int64)),
     BadCall("host of two dimensions", [0], [0], host=lambda host: host.reshape(4, -1)),
     BadCall("host with gaps", [0], [0], host=lambda host: host[::2]),
-    BadCall("host of bytes", [0], [0], host=lambda host: bytearray(host)),
+    BadCall("host of bytes", [0], [0], host=bytearray),
     BadCall("read-only host", [0], [0], ("gather",), _read_only),
     BadCall("slots overlap", [0, 1], [0, 95], ("gather",)),
     BadCall("slot twice, apart", [0, 1, 2], [96, 0, 96], ("gather",)),
