@@ -25,18 +25,18 @@ _OUR_PACKAGES = ("kvtier", "kvtier_connectors", "kvtier_engine", "kvtier_kernels
 
 class _Listing(NamedTuple):
     help: str
-    extra: str
+    extra: str | None
 
     @property
     def install(self) -> str:
-        return f"pip install 'kvtier[{self.extra}]'"
+        return f"pip install 'kvtier[{self.extra}]'" if self.extra else "pip install kvtier"
 
 
 # What `kvtier --help` shows for the commands of this distribution, without importing them.
 _LISTINGS = {
-    "bench": _Listing("Measure storing, restoring and lookup against what the machine can do.", "bench"),
+    "bench": _Listing("Measure storing, restoring and lookup against what the machine can do.", None),
     "demo": _Listing("Chat sessions on a real model whose KV cache is stored in host memory and restored.", "engine"),
-    "selftest": _Listing("Prove on the configured store that restored blocks are bit-equal to stored ones.", "engine"),
+    "selftest": _Listing("Prove on the configured store that restored blocks are bit-equal to stored ones.", None),
 }
 
 

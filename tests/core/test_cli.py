@@ -140,7 +140,7 @@ def test_exit_codes_and_usage_errors_pass_through(
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("selftest", "needs the module no_such_library, which is not installed: pip install 'kvtier[engine]'"),
+        ("selftest", "needs the module no_such_library, which is not installed: pip install kvtier"),
         ("demo", "needs the module no_such_library, which is not installed: pip install 'kvtier[engine]'"),
         ("broken", "needs the module kvtier_connectors.no_such_module, which is not installed: reinstall"),
         ("gone", "needs the module kvtier_no_such_plugin, which is not installed: reinstall an installed package"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,16 @@ DOC = Path(__file__).parents[2] / "docs" / "embedding.md"
 
 @pytest.fixture
 def code(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    for name in ("KVTIER_CONFIG",):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("KVTIER_CONFIG", raising=False)
     return re.findall(r"^```python\n(.*?)^```", DOC.read_text(), re.DOTALL | re.MULTILINE)
 
 
-def test_the_engine_restores_what_it_computed(code: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    engine_code, use = code
-    scope: dict[str, Any] = {}
-    exec(compile(engine_code, str(DOC), "exec"), scope)  # noqa: S102 - the documentation is ours
-    exec(compile(use.replace("engine.kv.close()", ""), str(DOC), "exec"), scope)  # noqa: S102
+def test_the_engine_restores_what_it_computed(
+    code: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "toy.py"
+    script.write_text("\n".join(code).replace("engine.kv.close()", ""))
+    scope: dict[str, Any] = runpy.run_path(str(script))
     engine = scope["engine"]
     try:
         assert capsys.readouterr().out.startswith("(0, 0) (0, 6)")

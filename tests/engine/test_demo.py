@@ -41,7 +41,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tie_word_embeddings=True,
     )
     torch.manual_seed(0)
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    model = LlamaForCausalLM(config)
+    model.bfloat16().save_pretrained(directory)
     return directory
 
 

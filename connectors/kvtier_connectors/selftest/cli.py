@@ -74,7 +74,7 @@ def _print_table(report: SelftestReport) -> None:
         f"{layout.num_layers} layers, {layout.num_kv_heads} KV heads of {layout.head_dim}, {layout.dtype}, "
         f"{layout.block_tokens} tokens: blocks of {layout.block_bytes / 1024:g} KiB",
     )
-    table.add_row("host pool", f"{report.host_bytes / 2**30:.2f} GiB")
+    table.add_row("host pool", f"{report.host_bytes / 2**20:,.0f} MiB")
     table.add_row("blocks stored", str(report.blocks_stored))
     table.add_row("blocks evicted", str(report.blocks_evicted))
     table.add_row("blocks restored", str(report.blocks_restored))

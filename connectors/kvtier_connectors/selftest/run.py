@@ -16,6 +16,7 @@ from kvtier.errors import IntegrityError
 from kvtier.keys import BlockDigest, Extras, Namespace, Shard, digest_tokens
 from kvtier.layout import KVLayout
 from kvtier.reasons import MissReason
+from kvtier.store import Store
 from kvtier_connectors.selftest.toy_engine import StuckError, ToyEngine
 
 __all__ = ["SelftestReport", "run_selftest"]
@@ -104,6 +105,8 @@ def run_selftest(settings: Settings, layout: KVLayout, *, seed: int, corrupt: bo
     first.run(corrupt=corrupt)
     if not first.overfills:
         _Exercise(_small_pool(settings, layout), layout, rng, findings).run()
+    if corrupt and not findings.wrong:
+        findings.problems.append("a byte was flipped and no comparison saw it")
     if not findings.restored:
         findings.problems.append("no block was restored, so nothing was compared")
     return SelftestReport(
@@ -132,19 +135,22 @@ def _small_pool(settings: Settings, layout: KVLayout) -> Settings:
 class _Exercise:
     """Owns an engine, its chains and the random numbers, and notes what it finds."""
 
-    def __init__(
-        self, settings: Settings, layout: KVLayout, rng: np.random.Generator, findings: _Findings
-    ) -> None:
-        namespace = Namespace("kvtier selftest", "", layout, "all", Shard(0, 1))
-        self._chain_blocks = min(CHAIN_BLOCKS, settings.restore.max_inflight_blocks)
-        self._engine = ToyEngine(settings, namespace, 4 * self._chain_blocks, 2 * self._chain_blocks)
+    def __init__(self, settings: Settings, layout: KVLayout, rng: np.random.Generator, findings: _Findings) -> None:
+        store = Store(settings)
+        try:
+            capacity = store.pool.capacity_slots(layout.block_bytes)
+            # Four chains' blocks of GPU, and no more than the host pool holds: else it forgets what it is asked for.
+            self._chain_blocks = max(1, min(CHAIN_BLOCKS, settings.restore.max_inflight_blocks, capacity // 4))
+            namespace = Namespace("kvtier selftest", "", layout, "all", Shard(0, 1))
+            self._engine = ToyEngine(store, namespace, 4 * self._chain_blocks, 2 * self._chain_blocks)
+        except BaseException:
+            store.close()
+            raise
         self._layout = layout
         self._rng = rng
         self._findings = findings
         self._chains: list[_Chain] = []
-        connector = self._engine.connector
-        self.host_bytes = connector.store.pool.usage().reserved_bytes
-        capacity = connector.space.capacity_blocks
+        self.host_bytes = store.pool.usage().reserved_bytes
         affordable = max(BUDGET_BYTES // layout.block_bytes, NUM_ROUNDS * self._chain_blocks)
         self.overfills = 2 * capacity <= affordable
         num_blocks = 2 * capacity if self.overfills else min(capacity, affordable)
@@ -160,7 +166,7 @@ class _Exercise:
             except (IntegrityError, StuckError) as error:
                 self._findings.problems.append(str(error))
             ledger = self._engine.connector.scheduler.stats().ledger
-            stats = self._engine.connector.store.stats()
+            stats = self._engine.store.stats()
         findings = self._findings
         findings.stored += ledger.stored
         findings.evicted += stats.evicted_blocks
@@ -174,7 +180,7 @@ class _Exercise:
         for _ in range(self._chains_a_round):
             self._chains.append(self._compute())
         # Whoever waits for the whole pool makes every block due: the chains that are restored now are stored.
-        self._engine.settle(waiting=self._engine.num_blocks)
+        self._engine.settle(waiting=self._engine.blocks.num_blocks)
         order = self._rng.permutation(len(self._chains)).tolist()
         if corrupt:
             index = self._corrupt(order)
@@ -190,7 +196,7 @@ class _Exercise:
         layout = self._layout
         tokens = self._rng.integers(0, 1 << 32, self._chain_blocks * layout.block_tokens, np.uint32)
         digests = digest_tokens(tokens, layout.block_tokens, Extras(None, None, ()))
-        request_id, ids = self._engine.begin_chain(digests)
+        request_id, ids = self._engine.begin_chain(digests, len(digests))
         for block_id in ids:
             content = np.frombuffer(self._rng.bytes(layout.block_bytes), np.uint8)
             self._engine.memory[:, block_id] = content.reshape(layout.num_planes, -1)
@@ -200,9 +206,7 @@ class _Exercise:
 
     def _restore(self, index: int, first: int, count: int, round_number: int) -> None:
         chain, scheduler, findings = self._chains[index], self._engine.connector.scheduler, self._findings
-        wanted = chain.digests[: first + count]
-        request_id, ids = self._engine.begin_chain(wanted, avoiding=chain.homes)
-        ids = ids[first:]  # the head's blocks are not looked at
+        request_id, ids = self._engine.begin_chain(chain.digests, count, avoiding=chain.homes)
         self._engine.memory[:, ids] = NOISE
         found = scheduler.match(request_id, first, count)
         num_begun = scheduler.admit(request_id, first, count, ids)

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Sequence
+from itertools import islice
 from types import TracebackType
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.config import Settings
 from kvtier.errors import KVTierError
 from kvtier.keys import BlockDigest, Namespace
+from kvtier.store import Store
 from kvtier_connectors.connector import Connector
 from kvtier_connectors.contract import WRITTEN, RequestInfo, RestoreOutcome, StepDemand
 from kvtier_kernels import BlockPlanes
 
 __all__ = ["StuckError", "ToyBlocks", "ToyEngine"]
 
-COPY_TIMEOUT_S = 10.0  # one job copies 32 MiB
+SETTLE_TIMEOUT_S = 10.0  # a job copies 32 MiB
 
 
 class StuckError(KVTierError):
-    """A copy did not end in time."""
+    """Copies did not come to an end in time."""
 
 
 class ToyBlocks:
@@ -32,6 +34,7 @@ class ToyBlocks:
     def __init__(self, num_blocks: int) -> None:
         self._queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._pins: Counter[int] = Counter()
+        self.num_blocks = num_blocks
         self.queue_version = 0
 
     def free_queue(self) -> Iterable[int]:
@@ -45,7 +48,7 @@ class ToyBlocks:
 
     def take(self, count: int, avoiding: Collection[int] = ()) -> list[int]:
         """The next `count` blocks of the queue that are neither pinned nor to be avoided."""
-        ids = [b for b in self._queue if not self._pins[b] and b not in avoiding][:count]
+        ids = list(islice((b for b in self._queue if not self._pins[b] and b not in avoiding), count))
         assert len(ids) == count, "the toy engine's pool is too small for its chains"
         for block_id in ids:
             del self._queue[block_id]
@@ -59,27 +62,31 @@ class ToyBlocks:
 
 
 class ToyEngine:
-    """Owns the GPU pool's stand-in, `memory` [num_planes, num_blocks, segment_bytes], and a connector beside it.
+    """Owns the GPU pool's stand-in, `memory` [num_planes, num_blocks, segment_bytes], a connector beside it, and the
+    store it was given.
 
     step_budget: blocks that a step may take, which is how far ahead of reuse blocks are stored.
     """
 
-    def __init__(self, settings: Settings, namespace: Namespace, num_blocks: int, step_budget: int) -> None:
+    def __init__(self, store: Store, namespace: Namespace, num_blocks: int, step_budget: int) -> None:
         layout = namespace.layout
         self.memory: npt.NDArray[np.uint8] = np.zeros((layout.num_planes, num_blocks, layout.segment_bytes), np.uint8)
         self.blocks = ToyBlocks(num_blocks)
-        self.connector = Connector(settings, namespace, self.blocks, BlockPlanes.from_arrays(list(self.memory)))
-        self.num_blocks = num_blocks
+        self.store = store
+        planes = BlockPlanes.from_arrays(list(self.memory))
+        self.connector = Connector(store.settings, namespace, self.blocks, planes, store=store)
         self._step_budget = step_budget
         self._reused: list[int] = []
         self._num_requests = 0
 
-    def begin_chain(self, digests: Sequence[BlockDigest], avoiding: Collection[int] = ()) -> tuple[str, list[int]]:
-        """A request and blocks for its chain; copies that this makes due begin."""
+    def begin_chain(
+        self, digests: Sequence[BlockDigest], count: int, avoiding: Collection[int] = ()
+    ) -> tuple[str, list[int]]:
+        """A request, and `count` blocks for a part of its chain; copies that this makes due begin."""
         self._num_requests += 1
         request_id = f"request {self._num_requests}"
         self.connector.scheduler.start_request(RequestInfo(request_id, digests))
-        ids = self.blocks.take(len(digests), avoiding)
+        ids = self.blocks.take(count, avoiding)
         self._reused += ids
         self._step()
         return request_id, ids
@@ -94,14 +101,17 @@ class ToyEngine:
     def settle(self, waiting: int = 0) -> list[RestoreOutcome]:
         """Step until nothing is being copied. waiting: blocks about to be taken, whose contents are to be stored."""
         outcomes: list[RestoreOutcome] = []
-        while True:
+        deadline = time.monotonic() + SETTLE_TIMEOUT_S
+        while time.monotonic() < deadline:
             in_flight, ended = self._step(waiting, wait=True)
             outcomes += ended
             if not in_flight:
                 return outcomes
+        raise StuckError(f"copies did not come to an end within {SETTLE_TIMEOUT_S:g} s")
 
     def close(self) -> None:
         self.connector.close()
+        self.store.close()
 
     def __enter__(self) -> Self:
         return self
@@ -116,8 +126,5 @@ class ToyEngine:
         scheduler, worker = self.connector.scheduler, self.connector.worker
         plan = scheduler.plan_step(reused, StepDemand(len(reused), self._step_budget, waiting))
         worker.submit(plan, WRITTEN)
-        wait = wait and plan.in_flight > 0
-        results = worker.poll(COPY_TIMEOUT_S if wait else 0.0)
-        if wait and not results:
-            raise StuckError(f"a copy did not end within {COPY_TIMEOUT_S:g} s")
+        results = worker.poll(SETTLE_TIMEOUT_S if wait and plan.in_flight else 0.0)
         return plan.in_flight, scheduler.complete(results)

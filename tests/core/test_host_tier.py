@@ -1,0 +1,905 @@
+"""The host tier: stories at a few slots, then any order of calls against dictionaries, then threads."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvtier.errors import ClosedError, IntegrityError, LayoutError, LeaseError
+from kvtier.index import BlockState
+from kvtier.keys import BlockDigest, Key, make_key
+from kvtier.memory import PAGE_BYTES, PoolMemory
+from kvtier.policy import TailsFirstLRU
+from kvtier.pool import HostPool, Lease, Owner
+from kvtier.reasons import DropReason, MissReason
+from kvtier.tiers import host as host_module
+from kvtier.tiers.base import ReadOutcome, ReadRequest, WriteOutcome, WriteRequest
+from kvtier.tiers.host import Eviction, HostTier, Reservation
+
+SPACE, OTHER = b"a" * 16, b"b" * 16
+SOON_S = 30.0
+
+
+def name(number: int) -> BlockDigest:
+    return BlockDigest(hashlib.sha256(b"block %d" % number).digest())
+
+
+def content(key: object, nbytes: int = PAGE_BYTES) -> bytes:
+    return random.Random(repr(key)).randbytes(nbytes)
+
+
+class Harness:
+    """A tier over a small pool, with what the stories need to say in one line."""
+
+    def __init__(self, num_pages: int, slab_pages: int) -> None:
+        self.pool = HostPool(PoolMemory(num_pages * PAGE_BYTES, touch=False), slab_pages * PAGE_BYTES)
+        self.tier = HostTier(self.pool)
+        self.owner = self.pool.owner("test")
+        self.evicted: list[BlockDigest] = []
+        self.tier.subscribe(on_evict=lambda gone: self.evicted.extend(item.digest for item in gone))
+
+    def reserve(
+        self, number: int, parent: int | None = None, owner: Owner | None = None, space: bytes = SPACE, pages: int = 1
+    ) -> Reservation:
+        outcome = self.try_reserve(number, parent, owner, space, pages)
+        assert isinstance(outcome, Reservation)
+        return outcome
+
+    def try_reserve(
+        self, number: int, parent: int | None = None, owner: Owner | None = None, space: bytes = SPACE, pages: int = 1
+    ) -> Reservation | DropReason:
+        above = None if parent is None else name(parent)
+        return self.tier.reserve(space, name(number), above, pages * PAGE_BYTES, owner or self.owner)
+
+    def store(self, number: int, parent: int | None = None, space: bytes = SPACE, pages: int = 1) -> None:
+        reservation = self.reserve(number, parent, space=space, pages=pages)
+        reservation.lease.view[:] = content(number, pages * PAGE_BYTES)
+        assert self.tier.commit([reservation]) == [True]
+
+    def lease(self, *numbers: int, owner: Owner | None = None, space: bytes = SPACE) -> list[Lease]:
+        return self.tier.lease_run(space, [name(number) for number in numbers], owner or self.owner)
+
+    def held(self, *numbers: int, space: bytes = SPACE) -> list[bool]:
+        return [self.tier.committed_run(space, [name(number)]) == 1 for number in numbers]
+
+    def close(self) -> None:
+        self.tier.check_integrity()
+        self.owner.close()
+        self.tier.close()
+        for space in (SPACE, OTHER):
+            self.tier.reset(space)
+        self.tier.check_integrity()
+        usage = self.pool.usage()
+        self.pool.close()
+        assert (usage.num_leases, usage.used_bytes) == (0, 0), "free is not total after everything was released"
+
+
+@pytest.fixture
+def four() -> Iterator[Harness]:
+    """Four slots, two a slab."""
+    harness = Harness(4, 2)
+    yield harness
+    harness.close()
+
+
+# ---- storing ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_block_is_found_only_after_its_commit(four: Harness) -> None:
+    reservation = four.reserve(1)
+    assert four.held(1) == [False]
+    assert four.lease(1) == []
+    assert four.tier.state(SPACE, name(1)) is BlockState.RESERVED
+    assert four.tier.why_missing(SPACE, name(1)) is MissReason.BEING_STORED
+    reservation.lease.view[:] = content(1)
+    assert four.tier.commit([reservation]) == [True]
+    assert four.tier.state(SPACE, name(1)) is BlockState.COMMITTED
+    (lease,) = four.lease(1)
+    assert lease.view == content(1)
+    assert not reservation.lease.live
+
+
+def test_an_aborted_block_was_never_there(four: Harness) -> None:
+    reservation = four.reserve(1)
+    four.tier.abort(reservation)
+    four.tier.abort(reservation)
+    assert four.tier.state(SPACE, name(1)) is None
+    assert four.tier.why_missing(SPACE, name(1)) is MissReason.ABSENT
+    assert four.tier.commit([reservation]) == [False]
+    assert four.pool.usage().used_bytes == 0
+
+
+def test_an_abort_after_the_commit_is_harmless(four: Harness) -> None:
+    reservation = four.reserve(1)
+    assert four.tier.commit([reservation, reservation]) == [True, False]
+    four.tier.abort(reservation)
+    assert four.held(1) == [True]
+    assert four.tier.commit([reservation]) == [False]
+
+
+@pytest.mark.bug("CR20")
+def test_of_two_stores_of_one_key_the_second_is_told(four: Harness) -> None:
+    first = four.reserve(1, owner=four.pool.owner("one"))
+    assert four.try_reserve(1, owner=four.pool.owner("two")) is DropReason.ALREADY_STORED
+    first.lease.view[:] = content(1)
+    assert four.tier.commit([first]) == [True]
+    assert four.try_reserve(1) is DropReason.ALREADY_STORED
+    assert four.lease(1)[0].view == content(1)
+
+
+@pytest.mark.bug("CR20")
+def test_a_duplicate_in_a_batch_spoils_none_of_the_others() -> None:
+    harness = Harness(10, 10)
+    harness.store(4)
+    keys = [make_key(SPACE, name(number)) for number in range(10)]
+    outcomes = harness.tier.write([WriteRequest(key, None, memoryview(content(key))) for key in keys])
+    assert outcomes.count(WriteOutcome.STORED) == 9
+    assert outcomes[4] is WriteOutcome.ALREADY_STORED
+    assert all(harness.held(*range(10)))
+    harness.close()
+
+
+@pytest.mark.bug("HS17")
+def test_a_writer_that_dies_leaves_the_key_to_the_next(four: Harness) -> None:
+    dying = four.pool.owner("dying")
+    reservation = four.reserve(1, owner=dying)
+    reservation.lease.view[:] = content("torn")
+    dying.close()
+    assert four.tier.why_missing(SPACE, name(1)) is MissReason.ABSENT
+    four.tier.check_integrity()
+    four.store(1)
+    assert four.tier.commit([reservation]) == [False]
+    four.tier.abort(reservation)
+    assert four.lease(1)[0].view == content(1)
+
+
+def test_an_owner_that_ended_reserves_and_leases_nothing(four: Harness) -> None:
+    four.store(1)
+    gone = four.pool.owner("gone")
+    gone.close()
+    for parent in (None, 1):
+        with pytest.raises(ClosedError, match="'gone'"):
+            four.try_reserve(2, parent, owner=gone)
+    with pytest.raises(ClosedError, match="'gone'"):
+        four.lease(1, owner=gone)
+    assert four.tier.state(SPACE, name(2)) is None
+    assert four.pool.usage().num_leases == 0
+
+
+def test_an_owner_that_ends_while_its_slot_is_being_given_loses_it_once(
+    four: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other thread ends the lease between the pool's answer and the index's entry, then waits for our lock."""
+    allocate, owner = four.pool.allocate, four.pool.owner("dying")
+    closing = threading.Thread(target=owner.close)
+
+    def and_die(
+        nbytes: int, owner: Owner, on_end: Callable[[], None] | None = None, *, resident: bool = False
+    ) -> Lease | None:
+        lease = allocate(nbytes, owner, on_end, resident=resident)
+        assert lease is not None
+        closing.start()
+        while lease.live:
+            pass
+        return lease
+
+    monkeypatch.setattr(four.pool, "allocate", and_die)
+    reservation = four.reserve(1, owner=owner)
+    closing.join(SOON_S)
+    assert four.tier.commit([reservation]) == [False]
+    four.tier.check_integrity()
+    assert four.pool.usage().used_bytes == 0
+
+
+def test_a_block_that_fits_no_slab_leaves_nothing_behind(four: Harness) -> None:
+    four.store(1)
+    with pytest.raises(LayoutError, match=r"host\.slab"):
+        four.try_reserve(2, 1, pages=3)
+    assert four.pool.usage().num_leases == 0
+    assert four.tier.state(SPACE, name(2)) is None
+
+
+def test_a_closed_tier_stores_nothing(four: Harness) -> None:
+    four.store(1)
+    four.tier.close()
+    assert four.try_reserve(2) is DropReason.CLOSED
+    with pytest.raises(ClosedError):
+        four.tier.write([WriteRequest(make_key(SPACE, name(3)), None, memoryview(content(3)))])
+
+
+# ---- eviction --------------------------------------------------------------------------------------------------------
+
+
+def test_the_least_recently_used_gives_way_at_allocation(four: Harness) -> None:
+    for number in range(4):
+        four.store(number)
+    assert four.evicted == []
+    for lease in four.lease(0):
+        lease.release()
+    four.store(4)
+    assert four.evicted == [name(1)]
+    assert four.held(0, 1, 2, 3, 4) == [True, False, True, True, True]
+    assert four.tier.why_missing(SPACE, name(1)) is MissReason.EVICTED
+    assert four.tier.why_missing(SPACE, name(9)) is MissReason.ABSENT
+    assert four.tier.num_evicted == 1
+    four.store(1)
+    four.tier.remove([make_key(SPACE, name(1))])
+    assert four.tier.why_missing(SPACE, name(1)) is MissReason.ABSENT
+
+
+def test_evictions_are_remembered_up_to_a_bound(four: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_module, "MAX_GHOSTS", 2)
+    for number in range(7):
+        four.store(number)
+    assert [four.tier.why_missing(SPACE, name(number)) for number in range(3)] == [
+        MissReason.ABSENT,
+        MissReason.EVICTED,
+        MissReason.EVICTED,
+    ]
+
+
+def test_tails_go_before_prefixes(four: Harness) -> None:
+    for number, parent in [(0, None), (1, 0), (2, 1), (3, 2)]:
+        four.store(number, parent)
+    for number in range(10, 14):
+        four.store(number)
+    assert four.evicted == [name(3), name(2), name(1), name(0)]
+
+
+def test_a_chain_longer_than_the_pool_never_eats_its_own_prefix(four: Harness) -> None:
+    for number in range(4):
+        four.store(number, number - 1 if number else None)
+    assert four.try_reserve(4, 3) is DropReason.HOST_FULL
+    assert four.held(0, 1, 2, 3) == [True] * 4
+    assert four.pool.usage().num_leases == 0
+
+
+def test_a_parent_that_is_still_being_filled_stays_for_its_child(four: Harness) -> None:
+    parent = four.reserve(1)
+    child = four.reserve(2, 1)
+    assert four.tier.commit([parent]) == [True]
+    for number in (10, 11, 12):
+        four.store(number)
+    assert four.held(1) == [True]
+    assert four.tier.commit([child]) == [True]
+    for number in (13, 14):
+        four.store(number)
+    assert four.evicted[-3:] != [name(1), name(2)]
+    assert four.held(1) >= four.held(2)
+
+
+def test_reserved_and_leased_blocks_are_never_evicted(four: Harness) -> None:
+    reservations = [four.reserve(number) for number in range(2)]
+    four.store(2)
+    four.store(3)
+    leases = four.lease(2) + four.lease(3)
+    assert four.try_reserve(4) is DropReason.HOST_FULL
+    assert four.evicted == []
+    leases[1].release()
+    four.store(4)
+    assert four.evicted == [name(3)]
+    for reservation in reservations:
+        four.tier.abort(reservation)
+
+
+@pytest.mark.bug("LK01")
+@pytest.mark.parametrize("used", [0, 1, 2])
+def test_a_request_that_ends_frees_what_it_leased_used_or_not(four: Harness, used: int) -> None:
+    four.store(0)
+    four.store(1, 0)
+    for _ in range(20):
+        with four.pool.owner("request") as request:
+            for lease in four.lease(0, 1, owner=request)[:used]:
+                assert lease.view
+                lease.release()
+    assert four.pool.usage().num_leases == 0
+    for number in range(10, 14):
+        four.store(number)
+    assert four.held(10, 11, 12, 13) == [True] * 4
+
+
+@pytest.mark.bug("WR22")
+def test_a_stalled_reader_keeps_the_old_bytes_whatever_happens_to_the_block(four: Harness) -> None:
+    four.store(0)
+    four.store(1)
+    evict_me, remove_me = four.lease(0) + four.lease(1)
+    for number in range(10, 20):
+        four.store(number)
+    assert four.held(0, 1) == [True, True]
+    assert four.tier.remove([make_key(SPACE, name(1))]) == 1
+    reset = four.tier.reset(SPACE)
+    assert reset == 3
+    assert four.held(0, 1) == [False, False]
+    for number in range(20, 30):
+        four.store(number)
+    assert evict_me.view == content(0)
+    assert remove_me.view == content(1)
+    assert evict_me.release()
+    with pytest.raises(LeaseError):
+        _ = evict_me.view
+
+
+def test_a_size_class_may_take_anothers_least_used_slab() -> None:
+    harness = Harness(6, 2)
+    for number in range(6):
+        harness.store(number)
+    (leased,) = harness.lease(0)
+    assert harness.tier.remove([make_key(SPACE, name(2))]) == 1
+    harness.store(100, space=OTHER, pages=2)
+    assert harness.evicted == [name(3)]
+    harness.store(101, space=OTHER, pages=2)
+    assert harness.evicted == [name(3), name(4), name(5)] or harness.evicted == [name(3), name(100)]
+    assert leased.view == content(0)
+    assert harness.held(0, 1) == [True, True]
+    harness.close()
+
+
+@pytest.mark.bug("WR25")
+def test_groups_of_other_block_sizes_come_back_whole() -> None:
+    harness = Harness(12, 4)
+    for number, parent in [(0, None), (1, 0)]:
+        harness.store(number, parent)
+        harness.store(number, parent, space=OTHER, pages=3)
+    for lease, number in zip(harness.lease(0, 1), (0, 1), strict=True):
+        assert lease.view == content(number)
+    for lease, number in zip(harness.lease(0, 1, space=OTHER), (0, 1), strict=True):
+        assert lease.view == content(number, 3 * PAGE_BYTES)
+    harness.close()
+
+
+def test_a_parent_of_another_size_is_no_parent_in_the_order() -> None:
+    harness = Harness(8, 4)
+    harness.store(0)
+    harness.store(1, pages=2)
+    harness.store(2, 1)  # its slot's number is lower than its parent's
+    assert harness.held(0, 1, 2) == [True] * 3
+    harness.close()
+
+
+# ---- reset and remove ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.bug("WR23")
+@pytest.mark.parametrize("how", ["reset", "remove"])
+def test_what_was_being_stored_when_it_was_forgotten_never_becomes_visible(four: Harness, how: str) -> None:
+    early, late = four.reserve(1), four.reserve(2, 1)
+    if how == "reset":
+        assert four.tier.reset(SPACE) == 2
+    else:
+        assert four.tier.remove([make_key(SPACE, name(number)) for number in (1, 2, 3)]) == 0
+    early.lease.view[:] = content("old weights")
+    four.tier.check_integrity()
+    again = four.reserve(1)
+    assert again.lease.slot != early.lease.slot
+    assert four.tier.commit([early]) == [False]
+    four.tier.abort(late)
+    assert four.held(1, 2) == [False, False]
+    again.lease.view[:] = content(1)
+    assert four.tier.commit([again]) == [True]
+    assert four.lease(1)[0].view == content(1)
+
+
+def test_a_reset_leaves_other_namespaces_alone(four: Harness) -> None:
+    four.store(1)
+    four.store(1, space=OTHER)
+    assert four.tier.reset(SPACE) == 1
+    assert four.held(1) == [False]
+    assert four.held(1, space=OTHER) == [True]
+
+
+# ---- callbacks -------------------------------------------------------------------------------------------------------
+
+
+def test_a_consumer_is_told_of_a_commit_before_the_block_can_go_and_may_lease_it(four: Harness) -> None:
+    consumer = four.pool.owner("write-behind")
+    told: list[tuple[Key, Key | None]] = []
+    queue: list[Lease] = []
+
+    def on_commit(pairs: Sequence[tuple[Key, Key | None]]) -> None:
+        told.extend(pairs)
+        for key, _ in pairs:
+            assert four.pool.usage().num_slots_leased > 0
+            queue.extend(four.tier.lease_run(key[:16], [BlockDigest(key[16:])], consumer))
+
+    end = four.tier.subscribe(on_commit=on_commit)
+    four.store(0)
+    four.store(1, 0)
+    end()
+    assert told == [
+        (make_key(SPACE, name(0)), None),
+        (make_key(SPACE, name(1)), make_key(SPACE, name(0))),
+    ]
+    for number in range(10, 20):
+        four.store(number)
+    assert [bytes(lease.view) for lease in queue] == [content(0), content(1)]
+    assert four.held(0, 1) == [True, True]
+    consumer.close()
+    for number in range(20, 24):
+        four.store(number)
+    assert four.held(0, 1) == [False, False]
+    assert len(told) == 2
+
+
+def test_callbacks_may_call_the_tier_and_end_by_themselves(four: Harness) -> None:
+    states: list[object] = []
+
+    def on_evict(gone: Sequence[Eviction]) -> None:
+        states.extend(four.tier.state(item.namespace, item.digest) for item in gone)
+        end()
+
+    end = four.tier.subscribe(on_evict=on_evict)
+    for number in range(6):
+        four.store(number)
+    assert states == [None]
+
+
+def test_integrity_sees_what_does_not_agree(four: Harness) -> None:
+    four.store(1)
+    reservation = four.reserve(2)
+    broken: list[tuple[Callable[[], object], Callable[[], object]]] = [
+        (lambda: four.tier._names.pop(reservation.lease.slot), lambda: four.tier._names.update(names)),
+        (four.tier._filling.clear, lambda: four.tier._filling.update(filling)),
+        (lambda: four.pool._leases.__setitem__(slot, 0), lambda: four.pool._leases.__setitem__(slot, 1)),
+        (lambda: four.pool._free[PAGE_BYTES].append(slot), four.pool._free[PAGE_BYTES].pop),
+    ]
+    names, filling, slot = dict(four.tier._names), dict(four.tier._filling), reservation.lease.slot
+    for damage, repair in broken:
+        damage()
+        with pytest.raises(IntegrityError):
+            four.tier.check_integrity()
+        repair()
+        four.tier.check_integrity()
+
+
+# ---- any order -------------------------------------------------------------------------------------------------------
+
+TREE: dict[int, int | None] = {0: None, 1: 0, 2: 1, 3: 2, 4: 1, 5: None, 6: 5}
+BLOCKS = [(space, number) for space in (SPACE, OTHER) for number in TREE]
+WORKERS = st.integers(0, 2)
+Block = tuple[bytes, int]
+
+
+@dataclass
+class Held:
+    """A committed block: its bytes, and which life of its parent it continues."""
+
+    life: int
+    data: bytes
+    parent_life: int | None
+
+
+@dataclass
+class Filling:
+    reservation: Reservation
+    life: int
+    block: Block
+    data: bytes
+    owner: Owner
+    parent_life: int | None
+    filled: bool = False
+
+
+class HostTierMachine(RuleBasedStateMachine):
+    """Two namespaces, one of one page a block and one of one or two, in 2 to 8 pages."""
+
+    @initialize(pages=st.integers(2, 8), slab=st.sampled_from([1, 2, 4, 8]), other=st.integers(1, 2))
+    def build(self, pages: int, slab: int, other: int) -> None:
+        slab = min(slab, pages)
+        self.pages = {SPACE: 1, OTHER: min(other, slab)}
+        self.harness = Harness(pages, slab)
+        self.tier, self.pool = self.harness.tier, self.harness.pool
+        self.owners = [self.pool.owner(str(i)) for i in range(3)]
+        self.held: dict[Block, Held] = {}
+        self.filling: dict[Block, Filling] = {}
+        self.void: list[Filling] = []
+        self.leases: dict[Lease, tuple[Block, bytes, Owner]] = {}
+        self.ghosts: set[Block] = set()
+        self.asking: bytes = SPACE
+        self.lives = 0
+        self.numbers = {name(number): number for number in TREE}
+        self.tier.subscribe(on_evict=self.note_evictions)
+
+    # -- what the model thinks
+
+    def life_of(self, block: Block) -> int | None:
+        if block in self.held:
+            return self.held[block].life
+        return self.filling[block].life if block in self.filling else None
+
+    def parent_of(self, block: Block) -> Block | None:
+        parent = TREE[block[1]]
+        return None if parent is None else (block[0], parent)
+
+    def is_leased(self, block: Block) -> bool:
+        life = self.held[block].life
+        children = [*self.filling.values(), *(item for item in self.void if item.reservation.lease.live)]
+        return any(
+            found == (block, self.held[block].data) for found in ((b, d) for b, d, _ in self.leases.values())
+        ) or (any(item.parent_life == life for item in children))
+
+    def has_child(self, block: Block) -> bool:
+        return any(item.parent_life == self.held[block].life for item in self.held.values())
+
+    def note_evictions(self, gone: Sequence[Eviction]) -> None:
+        blocks = [(item.namespace, self.numbers[item.digest]) for item in gone]
+        for block in blocks:
+            assert not self.is_leased(block), "evicted while leased"
+            if self.pages[block[0]] == self.pages[self.asking]:
+                assert not self.has_child(block), "a prefix went before its tail"
+            self.forget(block, evicted=True)
+
+    def forget(self, block: Block, *, evicted: bool = False) -> None:
+        gone = self.held.pop(block)
+        for item in self.held.values():
+            if item.parent_life == gone.life:
+                item.parent_life = None
+        if evicted:
+            self.ghosts.add(block)
+
+    def fill_one(self, item: Filling) -> None:
+        item.reservation.lease.view[: len(item.data)] = item.data
+        item.filled = True
+
+    # -- calls
+
+    @rule(block=st.sampled_from(BLOCKS), who=WORKERS)
+    def reserve(self, block: Block, who: int) -> None:
+        space, number = block
+        self.asking, parent = space, self.parent_of(block)
+        nbytes = self.pages[space] * PAGE_BYTES
+        outcome = self.tier.reserve(
+            space, name(number), None if parent is None else name(parent[1]), nbytes, self.owners[who]
+        )
+        if self.life_of(block) is not None:
+            assert outcome is DropReason.ALREADY_STORED
+        elif isinstance(outcome, DropReason):
+            assert outcome is DropReason.HOST_FULL
+            kept = [other for other in self.held if self.pages[other[0]] == self.pages[space] and other != parent]
+            assert all(self.is_leased(other) or self.has_child(other) for other in kept), (
+                "full beside an evictable block"
+            )
+        else:
+            self.lives += 1
+            data = content((space, number, self.lives), nbytes)
+            parent_life = None if parent is None else self.life_of(parent)
+            self.filling[block] = Filling(outcome, self.lives, block, data, self.owners[who], parent_life)
+
+    @precondition(lambda self: self.filling)
+    @rule(data=st.data())
+    def fill(self, data: st.DataObject) -> None:
+        self.fill_one(self.filling[data.draw(st.sampled_from(sorted(self.filling)))])
+
+    @precondition(lambda self: self.filling or self.void)
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        known = [*self.filling.values(), *self.void]
+        chosen = data.draw(st.lists(st.sampled_from(known), min_size=1, max_size=4, unique_by=id))
+        expected = [item.block in self.filling and self.filling[item.block] is item for item in chosen]
+        for item, is_open in zip(chosen, expected, strict=True):
+            if is_open:
+                self.fill_one(item)
+        assert self.tier.commit([item.reservation for item in chosen]) == expected
+        for item, is_open in zip(chosen, expected, strict=True):
+            if is_open:
+                self.take_commit(item)
+            else:
+                self.void.remove(item)
+
+    def take_commit(self, item: Filling) -> None:
+        del self.filling[item.block]
+        parent = self.parent_of(item.block)
+        parent_life = self.held[parent].life if parent is not None and parent in self.held else None
+        self.held[item.block] = Held(item.life, item.data, parent_life)
+        self.ghosts.discard(item.block)
+
+    @precondition(lambda self: self.filling or self.void)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        item = data.draw(st.sampled_from([*self.filling.values(), *self.void]))
+        self.tier.abort(item.reservation)
+        if item in self.void:
+            self.void.remove(item)
+        else:
+            del self.filling[item.block]
+        assert not item.reservation.lease.live
+
+    @rule(block=st.sampled_from(BLOCKS), who=WORKERS)
+    def lease(self, block: Block, who: int) -> None:
+        path = [block]
+        while (parent := self.parent_of(path[0])) is not None:
+            path.insert(0, parent)
+        expected = []
+        for step in path:
+            if step not in self.held:
+                break
+            expected.append(step)
+        leases = self.tier.lease_run(block[0], [name(number) for _, number in path], self.owners[who])
+        assert len(leases) == len(expected)
+        for lease, step in zip(leases, expected, strict=True):
+            self.leases[lease] = (step, self.held[step].data, self.owners[who])
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        lease = data.draw(st.sampled_from(list(self.leases)))
+        assert lease.release()
+        assert not lease.release()
+        del self.leases[lease]
+
+    @rule(who=WORKERS)
+    def owner_dies(self, who: int) -> None:
+        owner = self.owners[who]
+        owner.close()
+        self.filling = {block: item for block, item in self.filling.items() if item.owner is not owner}
+        self.void = [item for item in self.void if item.owner is not owner]
+        self.leases = {lease: known for lease, known in self.leases.items() if known[2] is not owner}
+        self.owners[who] = self.pool.owner("next")
+
+    @rule(blocks=st.lists(st.sampled_from(BLOCKS), max_size=4, unique=True))
+    def remove(self, blocks: list[Block]) -> None:
+        there = [block for block in blocks if block in self.held]
+        assert self.tier.remove([make_key(space, name(number)) for space, number in blocks]) == len(there)
+        for block in there:
+            self.forget(block)
+        self.void += [self.filling.pop(block) for block in blocks if block in self.filling]
+
+    @rule(space=st.sampled_from([SPACE, OTHER]))
+    def reset(self, space: bytes) -> None:
+        there = [block for block in self.held if block[0] == space]
+        voided = [block for block in self.filling if block[0] == space]
+        assert self.tier.reset(space) == len(there) + len(voided)
+        for block in there:
+            self.forget(block)
+        self.void += [self.filling.pop(block) for block in voided]
+
+    @rule(block=st.sampled_from(BLOCKS))
+    def copy_in(self, block: Block) -> None:
+        """By the batch contract, which copies."""
+        space, number = block
+        self.asking, parent = space, self.parent_of(block)
+        self.lives += 1
+        data = content((space, number, self.lives), self.pages[space] * PAGE_BYTES)
+        above = None if parent is None else make_key(space, name(parent[1]))
+        life = self.life_of(block)
+        (outcome,) = self.tier.write([WriteRequest(make_key(space, name(number)), above, memoryview(data))])
+        if life is not None:
+            assert outcome is WriteOutcome.ALREADY_STORED
+        elif outcome is WriteOutcome.STORED:
+            parent_life = self.held[parent].life if parent is not None and parent in self.held else None
+            self.held[block] = Held(self.lives, data, parent_life)
+            self.ghosts.discard(block)
+        else:
+            assert outcome is WriteOutcome.FULL
+
+    # -- after every step
+
+    @invariant()
+    def agrees(self) -> None:
+        self.tier.check_integrity()
+        for block in BLOCKS:
+            space, number = block
+            digest = name(number)
+            state = BlockState.COMMITTED if block in self.held else BlockState.RESERVED
+            assert self.tier.state(space, digest) == (state if self.life_of(block) is not None else None)
+            assert self.tier.committed_run(space, [digest]) == (block in self.held)
+            if block not in self.held:
+                absent = MissReason.EVICTED if block in self.ghosts else MissReason.ABSENT
+                reason = MissReason.BEING_STORED if block in self.filling else absent
+                assert self.tier.why_missing(space, digest) is reason
+
+    @invariant()
+    def bytes_are_those_written(self) -> None:
+        for lease, (_, data, _) in self.leases.items():
+            assert lease.view == data
+        for item in [*self.filling.values(), *self.void]:
+            assert not item.filled or item.reservation.lease.view == item.data
+        for (space, number), held in self.held.items():
+            buffer = memoryview(bytearray(len(held.data)))
+            slots = self.tier._index.committed_run(space, [name(number)])
+            offset = self.pool._offsets[slots[0]]
+            buffer[:] = self.pool.buffer[offset : offset + len(held.data)].data
+            assert buffer == held.data
+
+    @invariant()
+    def parents_are_there(self) -> None:
+        lives = {item.life for item in self.held.values()}
+        for item in self.held.values():
+            assert item.parent_life is None or item.parent_life in lives
+
+    def teardown(self) -> None:
+        if hasattr(self, "harness"):
+            for owner in self.owners:
+                owner.close()
+            assert self.pool.usage().num_leases == 0
+            self.harness.close()
+
+
+TestHostTierMachine = HostTierMachine.TestCase
+TestHostTierMachine.settings = settings(max_examples=80, stateful_step_count=40)
+
+
+# ---- threads ---------------------------------------------------------------------------------------------------------
+
+
+class LockOrder:
+    """Which lock was ever taken under which, over all threads; a pair in both orders is a deadlock to come."""
+
+    def __init__(self) -> None:
+        self._held = threading.local()
+        self.pairs: set[tuple[str, str]] = set()
+        self.wrong: list[str] = []
+
+    def held(self) -> list[str]:
+        if not hasattr(self._held, "names"):
+            self._held.names = []
+        names: list[str] = self._held.names
+        return names
+
+    def check_none_held(self, where: str) -> None:
+        if self.held():
+            self.wrong.append(f"{where} under {self.held()}")
+
+
+class OrderedLock:
+    def __init__(self, name: str, order: LockOrder) -> None:
+        self._lock = threading.Lock()
+        self._name = name
+        self._order = order
+
+    def __enter__(self) -> None:
+        held = self._order.held()
+        for other in held:
+            self._order.pairs.add((other, self._name))
+            if other == self._name or (self._name, other) in self._order.pairs:
+                self._order.wrong.append(f"{self._name} taken under {other}")
+        assert self._lock.acquire(timeout=SOON_S), f"stalled at {self._name}"
+        held.append(self._name)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._order.held().remove(self._name)
+        self._lock.release()
+
+
+def test_the_lock_checker_sees_an_inversion() -> None:
+    order = LockOrder()
+    one, other = OrderedLock("one", order), OrderedLock("other", order)
+    with one, other:
+        order.check_none_held("a callback")
+    with other, one:
+        pass
+    assert order.wrong == ["a callback under ['one', 'other']", "one taken under other"]
+
+
+class RandomRequests:
+    """One thread's requests, which store and read three chains of four blocks."""
+
+    def __init__(self, harness: Harness, seed: int) -> None:
+        self.tier, self.pool = harness.tier, harness.pool
+        self.rng = random.Random(seed)
+        self.wrong: list[str] = []
+
+    def run(self) -> None:
+        for turn in range(60):
+            with self.pool.owner(str(turn)) as owner:
+                for _ in range(self.rng.randrange(1, 4)):
+                    self.rng.choice([self.store, self.store, self.restore])(owner)
+            if self.rng.random() < 0.1:
+                self.tier.remove([make_key(SPACE, name(self.rng.randrange(12)))])
+            if self.rng.random() < 0.02:
+                self.tier.reset(SPACE)
+            self.tier.usage()
+
+    def store(self, owner: Owner) -> None:
+        number = self.rng.randrange(12)
+        parent = name(number - 1) if number % 4 else None
+        reservation = self.tier.reserve(SPACE, name(number), parent, PAGE_BYTES, owner)
+        if isinstance(reservation, DropReason):
+            return
+        reservation.lease.view[:] = content(number)
+        if self.rng.random() < 0.2:
+            self.tier.abort(reservation)
+        elif self.rng.random() < 0.8:
+            self.tier.commit([reservation])
+
+    def restore(self, owner: Owner) -> None:
+        first = self.rng.randrange(3) * 4
+        for i, lease in enumerate(self.tier.lease_run(SPACE, [name(first + i) for i in range(4)], owner)):
+            if lease.view != content(first + i):
+                self.wrong.append(f"block {first + i}")
+
+
+@pytest.mark.bug("HS18")
+def test_eight_threads_store_and_restore_in_one_lock_order_and_read_only_what_was_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    harness, order = Harness(8, 2), LockOrder()
+    tier, pool = harness.tier, harness.pool
+    monkeypatch.setattr(tier, "_lock", OrderedLock("tier", order))
+    monkeypatch.setattr(pool, "_lock", OrderedLock("pool", order))
+    tier.subscribe(
+        on_evict=lambda gone: order.check_none_held("on_evict"),
+        on_commit=lambda pairs: order.check_none_held("on_commit"),
+    )
+    requests = [RandomRequests(harness, seed) for seed in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        for running in [threads.submit(each.run) for each in requests]:
+            running.result()
+    assert order.wrong == [each for request in requests for each in request.wrong] == []
+    assert ("tier", "pool") in order.pairs
+    assert tier.num_evicted > 0
+    assert pool.usage().num_leases == 0
+    harness.close()
+
+
+@pytest.mark.bug("HS17", "HS18")
+def test_owners_that_die_at_any_moment_of_a_store_lose_no_slot() -> None:
+    harness = Harness(4, 2)
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        for turn in range(80):
+            owner = harness.pool.owner(f"{seed}.{turn}")
+            killer = threading.Thread(target=owner.close)
+            killer.start()
+            try:
+                outcome = harness.try_reserve(rng.randrange(6), owner=owner)
+                if isinstance(outcome, Reservation):
+                    harness.tier.commit([outcome])
+            except (ClosedError, LeaseError):
+                pass
+            killer.join()
+
+    with ThreadPoolExecutor(4) as threads:
+        for running in [threads.submit(work, seed) for seed in range(4)]:
+            running.result()
+    assert harness.pool.usage().num_leases == 0
+    harness.close()
+
+
+def test_reads_of_a_batch_are_misses_or_right_while_blocks_come_and_go() -> None:
+    harness = Harness(4, 2)
+    keys = [make_key(SPACE, name(number)) for number in range(8)]
+
+    def work(seed: int) -> list[int]:
+        rng, wrong = random.Random(seed), []
+        for _ in range(100):
+            number = rng.randrange(8)
+            if rng.random() < 0.5:
+                harness.tier.write([WriteRequest(keys[number], None, memoryview(content(number)))])
+            else:
+                buffer = bytearray(PAGE_BYTES)
+                outcome = harness.tier.read([ReadRequest(keys[number], memoryview(buffer))])[0]
+                if outcome is ReadOutcome.OK and buffer != content(number):
+                    wrong.append(number)
+        return wrong
+
+    with ThreadPoolExecutor(4) as threads:
+        assert [*threads.map(work, range(4))] == [[]] * 4
+    harness.close()
+
+
+def test_another_policy_may_be_given() -> None:
+    pool = HostPool(PoolMemory(2 * PAGE_BYTES, touch=False), PAGE_BYTES)
+    made: list[TailsFirstLRU] = []
+
+    def make() -> TailsFirstLRU:
+        made.append(TailsFirstLRU())
+        return made[-1]
+
+    tier = HostTier(pool, policy=make)
+    tier.write([WriteRequest(make_key(SPACE, name(1)), None, memoryview(content(1)))])
+    assert len(made) == 1
+    tier.close()
+    pool.close()

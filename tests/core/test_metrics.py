@@ -1,0 +1,236 @@
+"""Counts: each event once, snapshots that add up, and Prometheus text that can be read back."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvtier.config import HostSettings, MemorySnapshot, Settings
+from kvtier.errors import IntegrityError
+from kvtier.keys import Extras, Namespace, Shard, digest_tokens
+from kvtier.layout import KVLayout
+from kvtier.memory import PAGE_BYTES
+from kvtier.metrics import GAUGES, LABELS, Ledger, LedgerSnapshot, StatsCollector, StatsSnapshot
+from kvtier.reasons import DropReason, MissReason
+from kvtier.store import Space, Store
+from kvtier.tiers.host import Reservation
+
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=256, dtype="float16", block_tokens=4)
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    settings = Settings(host=HostSettings(size=8 * PAGE_BYTES, slab=4 * PAGE_BYTES))
+    with Store(settings, memory=MemorySnapshot(1 << 34, 1 << 34), touch=False) as store:
+        yield store
+
+
+@pytest.fixture
+def space(store: Store) -> Space:
+    return store.open_space(Namespace("m", "r", LAYOUT, "g", Shard(0, 1)))
+
+
+def put(space: Space, first: int) -> None:
+    with space.owner("put") as owner:
+        reservation = space.reserve(digest_tokens(range(first, first + 4), 4, Extras(None, None, ()))[0], None, owner)
+        assert isinstance(reservation, Reservation)
+        space.commit([reservation])
+
+
+def while_another_thread_reads(write: Callable[[int], None], read: Callable[[], None], times: int) -> None:
+    """Run `write` in a thread of its own, switching as often as the interpreter can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def write_all() -> None:
+        for turn in range(times):
+            write(turn)
+
+    writer = threading.Thread(target=write_all)
+    try:
+        writer.start()
+        while writer.is_alive():
+            read()
+    finally:
+        sys.setswitchinterval(interval)
+        writer.join()
+
+
+# ---- ledger ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_due_is_stored_dropped_or_pending() -> None:
+    ledger = Ledger()
+    ledger.add_due(10)
+    ledger.add_stored(3)
+    ledger.add_dropped(DropReason.HOST_FULL, 2)
+    ledger.add_dropped(DropReason.HOST_FULL, 1)
+    ledger.add_dropped(DropReason.ORPHAN, 0)
+    assert ledger.snapshot() == LedgerSnapshot(due=10, stored=3, dropped={DropReason.HOST_FULL: 3}, pending=4)
+    ledger.check_integrity()
+
+
+def test_a_block_counted_twice_is_noticed() -> None:
+    ledger = Ledger()
+    ledger.add_due(1)
+    ledger.add_stored(1)
+    ledger.add_stored(1)
+    with pytest.raises(IntegrityError, match="ledger"):
+        ledger.check_integrity()
+
+
+def test_a_snapshot_does_not_move() -> None:
+    ledger = Ledger()
+    ledger.add_due(2)
+    ledger.add_dropped(DropReason.RESET, 1)
+    before = ledger.snapshot()
+    ledger.add_dropped(DropReason.RESET, 1)
+    assert (before.dropped, before.pending) == ({DropReason.RESET: 1}, 1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        before.due = 0  # type: ignore[misc]
+
+
+def test_the_ledger_adds_up_at_every_moment_another_thread_looks() -> None:
+    ledger = Ledger()
+
+    def write(turn: int) -> None:
+        ledger.add_due(2)
+        ledger.add_stored(1)
+        ledger.add_dropped(DropReason.BACKLOG, 1)
+
+    while_another_thread_reads(write, ledger.check_integrity, times=3000)
+    assert ledger.snapshot().due == 6000
+
+
+# ---- the store's counts ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.bug("AC01")
+def test_the_hit_rate_is_of_what_was_asked_for_not_of_what_was_fetched(store: Store, space: Space) -> None:
+    assert store.stats().hit_rate == 0.0
+    for i in range(100):
+        space.count_lookup(10, 3, MissReason.EVICTED if i % 2 else MissReason.ABSENT)
+        with space.owner("restore") as owner:
+            space.lease([], owner)
+    stats = store.stats()
+    assert stats.hit_rate == pytest.approx(0.30)
+    assert (stats.lookups, stats.asked_blocks, stats.hit_blocks) == (100, 1000, 300)
+    assert stats.misses == {"absent": 350, "evicted": 350}
+
+
+def test_a_full_hit_has_no_miss_and_a_miss_without_a_reason_is_absent(store: Store, space: Space) -> None:
+    space.count_lookup(4, 4, None)
+    assert store.stats().misses == {}
+    space.count_lookup(4, 1, None)
+    assert store.stats().misses == {"absent": 3}
+
+
+def test_stored_evicted_and_held_add_up(store: Store, space: Space) -> None:
+    for first in range(20):
+        put(space, first)
+        stats = store.stats()
+        assert stats.stored_blocks - stats.evicted_blocks == stats.host_blocks == min(first + 1, 8)
+        assert stats.stored_bytes == stats.stored_blocks * space.block_bytes
+        assert stats.host_used_bytes == stats.host_blocks * PAGE_BYTES <= stats.host_reserved_bytes
+
+
+def test_a_commit_that_was_void_is_not_counted(store: Store, space: Space) -> None:
+    owner = space.owner("test")
+    reservation = space.reserve(digest_tokens(range(4), 4, Extras(None, None, ()))[0], None, owner)
+    assert isinstance(reservation, Reservation)
+    assert store.stats().leases == 1
+    owner.close()
+    assert space.commit([reservation]) == [False]
+    stats = store.stats()
+    assert (stats.stored_blocks, stats.stored_bytes, stats.leases) == (0, 0, 0)
+
+
+def test_errors_are_counted_by_type(store: Store, space: Space) -> None:
+    for error in (OSError("a"), OSError("b"), KeyError("c")):
+        space.count_error(error)
+    assert store.stats().errors == {"OSError": 2, "KeyError": 1}
+
+
+def test_a_store_snapshot_does_not_move(store: Store, space: Space) -> None:
+    space.count_lookup(2, 1, MissReason.ABSENT)
+    space.count_error(OSError())
+    before = store.stats()
+    space.count_lookup(2, 1, MissReason.ABSENT)
+    space.count_error(OSError())
+    assert (before.misses, before.errors, before.lookups) == ({"absent": 1}, {"OSError": 1}, 1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        before.lookups = 0  # type: ignore[misc]
+
+
+def test_a_store_snapshot_adds_up_at_every_moment_another_thread_looks(store: Store, space: Space) -> None:
+    reasons = list(MissReason)
+
+    def read() -> None:
+        now = store.stats()
+        assert now.asked_blocks == now.hit_blocks + sum(now.misses.values()) == 3 * now.lookups
+        assert now.stored_bytes == now.stored_blocks * space.block_bytes
+
+    def write(turn: int) -> None:
+        space.count_lookup(3, turn % 4, reasons[turn % len(reasons)])
+        put(space, turn)
+
+    while_another_thread_reads(write, read, times=1500)
+
+
+# ---- Prometheus ------------------------------------------------------------------------------------------------------
+
+
+def test_prometheus_text_has_every_field_once_and_nothing_negative(store: Store, space: Space) -> None:
+    put(space, 0)
+    space.count_lookup(5, 1, MissReason.EVICTED)
+    space.count_lookup(5, 2, MissReason.ABSENT)
+    space.count_error(OSError())
+    registry = CollectorRegistry()
+    registry.register(StatsCollector(store.stats))
+    text = generate_latest(registry).decode()
+    families = list(text_string_to_metric_families(text))
+    names = Counter(family.name for family in families)
+    assert names == Counter(f"kvtier_{field.name}" for field in dataclasses.fields(StatsSnapshot))
+    stats = store.stats()
+    for family in families:
+        name = family.name.removeprefix("kvtier_")
+        value = getattr(stats, name)
+        assert family.type == ("gauge" if name in GAUGES else "counter")
+        assert family.documentation
+        assert all(sample.value >= 0 for sample in family.samples)
+        if name in LABELS:
+            assert {sample.labels[LABELS[name]]: sample.value for sample in family.samples} == value
+        else:
+            assert [sample.value for sample in family.samples] == [value]
+    assert 'kvtier_misses_total{reason="evicted"} 4.0' in text
+
+
+def test_a_scrape_takes_one_snapshot(store: Store) -> None:
+    taken: list[StatsSnapshot] = []
+
+    def snapshot() -> StatsSnapshot:
+        taken.append(store.stats())
+        return taken[-1]
+
+    registry = CollectorRegistry()
+    registry.register(StatsCollector(snapshot))
+    taken.clear()
+    generate_latest(registry)
+    assert len(taken) == 1
+
+
+def test_every_field_says_what_it_counts() -> None:
+    import inspect
+
+    for kind in (StatsSnapshot, LedgerSnapshot):
+        body = inspect.getsource(kind)
+        for field in dataclasses.fields(kind):
+            declaration = body.index(f"    {field.name}: ")
+            assert '"""' in body[declaration:].splitlines()[1], field.name
