@@ -84,6 +84,10 @@ class BlockIndex:
         else:
             self._num_reserved -= 1
 
+    def namespaces(self) -> list[bytes]:
+        """Every namespace with a block."""
+        return list(self._spaces)
+
     def items(self) -> Iterator[tuple[bytes, bytes, int, BlockState]]:
         """Namespace, digest, slot and state of every block, in no order. O(blocks)."""
         for namespace, space in self._spaces.items():

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING
 
 from kvtier.errors import IntegrityError
 from kvtier.reasons import DropReason, MissReason
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
     from prometheus_client.core import Metric
 
 __all__ = ["Ledger", "LedgerSnapshot", "StatsCollector", "StatsSnapshot", "StoreCounters"]
@@ -133,33 +134,50 @@ class StatsSnapshot:
 
 
 GAUGES = frozenset(
-    {"host_blocks", "host_used_bytes", "host_reserved_bytes", "host_touched_bytes", "host_pinned_bytes", "leases"}
+    {
+        "host_blocks",
+        "host_used_bytes",
+        "host_reserved_bytes",
+        "host_touched_bytes",
+        "host_pinned_bytes",
+        "leases",
+        "pending",
+        "live_requests",
+        "in_flight_blocks",
+    }
 )
-LABELS = {"misses": "reason", "errors": "type"}
+LABELS = {"misses": "reason", "errors": "type", "dropped": "reason"}
 
 
 class StatsCollector:
-    """A prometheus-client collector over a store: `REGISTRY.register(StatsCollector(store.stats))`.
+    """A prometheus-client collector over snapshots: `REGISTRY.register(StatsCollector(store.stats))`.
 
-    Reads one snapshot a scrape, so that a scrape is consistent and nothing is counted twice.
+    Takes any of kvtier's snapshots, a connector's too, and names each field `kvtier_<field>`; those of a snapshot in
+    it `kvtier_<field>_<its field>`. Reads one snapshot a scrape, so that a scrape is consistent and nothing is counted
+    twice.
     """
 
-    def __init__(self, snapshot: Callable[[], StatsSnapshot]) -> None:
+    def __init__(self, snapshot: Callable[[], DataclassInstance]) -> None:
         self._snapshot = snapshot
 
     def collect(self) -> Iterable[Metric]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+        return _families("kvtier", self._snapshot())
 
-        now = self._snapshot()
-        for field in fields(StatsSnapshot):
-            name, value = f"kvtier_{field.name}", getattr(now, field.name)
-            help_text = field.name.replace("_", " ")
-            if field.name in GAUGES:
-                yield GaugeMetricFamily(name, help_text, value=value)
-            elif field.name in LABELS:
-                family = CounterMetricFamily(name, help_text, labels=[LABELS[field.name]])
-                for label, count in value.items():
-                    family.add_metric([label], count)
-                yield family
-            else:
-                yield CounterMetricFamily(name, help_text, value=value)
+
+def _families(prefix: str, snapshot: DataclassInstance) -> Iterator[Metric]:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    for field in fields(snapshot):
+        name, value = f"{prefix}_{field.name}", getattr(snapshot, field.name)
+        help_text = field.name.replace("_", " ")
+        if is_dataclass(value) and not isinstance(value, type):
+            yield from _families(name, value)
+        elif field.name in GAUGES:
+            yield GaugeMetricFamily(name, help_text, value=value)
+        elif field.name in LABELS:
+            family = CounterMetricFamily(name, help_text, labels=[LABELS[field.name]])
+            for label, count in value.items():
+                family.add_metric([str(label)], count)
+            yield family
+        else:
+            yield CounterMetricFamily(name, help_text, value=value)

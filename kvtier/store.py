@@ -65,7 +65,6 @@ class Store:
             raise
         self._settings = settings
         self._counters = StoreCounters()
-        self._spaces: list[Space] = []
         self._epoch = 0
         self._pid = os.getpid()
         self._closed = False
@@ -96,9 +95,7 @@ class Store:
         self.check_usable()
         if self._pool.capacity_slots(namespace.layout.block_bytes) < 1:
             raise LayoutError(f"host.size holds not one block of {namespace.layout.block_bytes} bytes; raise it")
-        space = Space(self, namespace)
-        self._spaces.append(space)
-        return space
+        return Space(self, namespace)
 
     def reset(self) -> int:
         """Make everything stored so far unreachable, in every tier, and start a new epoch; returns blocks forgotten.
@@ -106,13 +103,10 @@ class Store:
         For new weights under the same name. Copies under way end as `DropReason.RESET`; leases keep their bytes.
         """
         self.check_usable()
-        old = [space.digest for space in self._spaces]
         self._epoch += 1
-        for space in self._spaces:
-            space._renew()
         with self._counters.lock:
             self._counters.resets += 1
-        return sum(self._host.reset(digest) for digest in old)
+        return sum(self._host.reset(namespace) for namespace in self._host.namespaces())
 
     def stats(self) -> StatsSnapshot:
         """A snapshot; cheap enough for every scrape."""
@@ -176,7 +170,17 @@ class Space:
         self._host = store.host
         self.namespace = namespace
         self.block_bytes = namespace.layout.block_bytes
-        self.digest = namespace.digest(store.epoch)
+        self._epoch_digest = (store.epoch, namespace.digest(store.epoch))
+
+    @property
+    def digest(self) -> bytes:
+        """The namespace's digest in the current epoch."""
+        epoch, digest = self._epoch_digest
+        if epoch != self._store.epoch:
+            epoch = self._store.epoch
+            digest = self.namespace.digest(epoch)
+            self._epoch_digest = (epoch, digest)
+        return digest
 
     @property
     def buffer(self) -> npt.NDArray[np.uint8]:
@@ -255,6 +259,3 @@ class Space:
                 callback(own)
 
         return self._host.subscribe(on_evict=mine)
-
-    def _renew(self) -> None:
-        self.digest = self.namespace.digest(self._store.epoch)

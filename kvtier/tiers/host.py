@@ -209,6 +209,11 @@ class HostTier(Tier):
         reservation.lease.release()
         self._end_parent_lease(reservation)
 
+    def namespaces(self) -> list[bytes]:
+        """The namespace digests of every block that the index names."""
+        with self._lock:
+            return self._index.namespaces()
+
     def reset(self, namespace: bytes) -> int:
         """Forget every block of a namespace.
 

@@ -16,7 +16,7 @@ __all__ = ["command"]
 HOST_SIZE = "1GiB"
 MANUAL_TOKENS = 1380
 MAX_BATCH_TOKENS = 512
-SMALL_POOL_SESSIONS = 2  # sessions that fit the small pool: whoever returns has been evicted
+SMALL_POOL_SESSIONS = 2  # that fit the pool beside kvtier: whoever returns has been evicted
 
 
 def command(
@@ -85,8 +85,8 @@ def _run(model_dir: Path | None, num_sessions: int, progress: Progress, *, corru
     session_blocks = -(-longest // loaded.runner.layout.block_tokens)
     measurement = Measurement(loaded, conversations, settings, config, progress)
     return measurement.run(
-        small_blocks=int(SMALL_POOL_SESSIONS * session_blocks),
-        large_blocks=(num_sessions + 1) * session_blocks,
+        small_blocks=SMALL_POOL_SESSIONS * session_blocks,
+        session_blocks=session_blocks,
         corrupt=corrupt,
     )
 
@@ -112,7 +112,8 @@ def _print_table(result: DemoResult) -> None:
         f"tokens equal to an engine that evicts nothing: {_mark(result.tokens_equal)}\n"
         f"blocks due {ledger.due} = stored {ledger.stored} + dropped {sum(ledger.dropped.values())} ({dropped}) "
         f"+ pending {ledger.pending}\n"
-        f"copying thread beside the model, share of memcpy: store {share['store']:.2f}, restore {share['restore']:.2f}",
+        f"copying thread, share of an idle machine's memcpy: stores {share['store']:.2f}, while the model computes beside "
+        f"them; restores {share['restore']:.2f}",
         highlight=False,
     )
 

@@ -88,11 +88,29 @@ class _KVCheck:
         return self.compared > 0 and self.different == 0 and self.moved > 0
 
 
-class Measurement:
-    """Runs every session's second turn three times: from the GPU prefix cache, recomputed, and from host memory.
+@dataclass(slots=True)
+class _Turns:
+    """What each engine answered, session by session."""
 
-    The reference engine's pool holds everything; the other's holds little more than one session, so each session has
-    been evicted by the time that it returns. Both run the same steps, so their KV and tokens must be equal to the bit.
+    first: list[Completion] = field(default_factory=list)
+    first_reference: list[Completion] = field(default_factory=list)
+    host: list[Completion] = field(default_factory=list)
+    gpu_hit: list[Completion] = field(default_factory=list)
+    recompute: list[Completion] = field(default_factory=list)
+
+    @property
+    def equal(self) -> bool:
+        """True when the pool that evicts put out the tokens of the pool that does not."""
+        return _tokens(self.first) == _tokens(self.first_reference) and _tokens(self.host) == _tokens(self.gpu_hit)
+
+
+class Measurement:
+    """Runs every session's second turn three times: restored from host memory, from the GPU prefix cache, recomputed.
+
+    Three engines share the weights. One has kvtier and a pool that holds two sessions, so each has been evicted by the
+    time that it returns; the reference's pool holds everything; the third forgets its cache before each turn. A
+    session's three turns run one after the other, so that a machine that slows down slows all. The first two engines
+    run the same steps, so their KV and tokens must be equal to the bit.
     """
 
     def __init__(
@@ -105,51 +123,54 @@ class Measurement:
         self._progress = progress
         self._kv = _KVCheck()
 
-    def run(self, *, small_blocks: int, large_blocks: int, corrupt: bool) -> DemoResult:
-        """Measure. corrupt: flip one stored byte before the sessions return, which the comparison must find."""
-        first: list[Completion] = []
-        with self._engine(small_blocks, self._settings) as llm:
+    def run(self, *, small_blocks: int, session_blocks: int, corrupt: bool) -> DemoResult:
+        """Measure. corrupt: flip one stored byte before the sessions return, which the comparison must find.
+
+        small_blocks: the pool beside kvtier. session_blocks: what one session needs at most.
+        """
+        large_blocks = (len(self._sessions) + 1) * session_blocks
+        turns = _Turns()
+        with (
+            self._engine(small_blocks, self._settings) as llm,
+            self._engine(large_blocks, None) as reference,
+            self._engine(session_blocks, None) as cold,
+        ):
             for session in self._sessions:
-                self._progress(f"{session.name}: first turn, in a pool of {small_blocks} blocks")
-                session.ask(0)
-                answer = self._generate(llm, session.messages)
-                first.append(answer)
-                session.answer(answer.text)
-                session.ask(1)
-                self._remember(llm, session, answer)
+                self._progress(
+                    f"{session.name}: first turn, in a pool of {small_blocks} blocks and one of {large_blocks}"
+                )
+                self._open(session, llm, reference, turns)
             if corrupt:
                 self._flip_a_byte(llm)
-            host = [self._return(llm, session) for session in self._sessions]
+            for session in self._sessions:
+                self._progress(f"{session.name}: returns; restored, from the GPU prefix cache, recomputed")
+                turns.host.append(self._return(llm, session))
+                turns.gpu_hit.append(self._generate(reference, session.messages))
+                cold.engine.reset_cache()
+                turns.recompute.append(self._generate(cold, session.messages))
             llm.engine.check_integrity()
             ledger, shares = self._ledger(llm), self._memcpy_shares(llm)
-        gpu_hit, recompute, first_again = self._reference(large_blocks)
         return DemoResult(
             model=self._model.name,
-            prompt_tokens=int(median(turn.num_prompt_tokens for turn in host)),
-            ttft_s={"recompute": _ttft(recompute), "gpu_hit": _ttft(gpu_hit), "host": _ttft(host)},
-            restored_tokens=sum(turn.restored_tokens for turn in host),
+            prompt_tokens=int(median(turn.num_prompt_tokens for turn in turns.host)),
+            ttft_s={key: _ttft(getattr(turns, key)) for key in ("recompute", "gpu_hit", "host")},
+            restored_tokens=sum(turn.restored_tokens for turn in turns.host),
             memcpy_share=shares,
             num_blocks_compared=self._kv.compared,
             kv_bit_equal=self._kv.equal,
-            tokens_equal=_tokens(first) == _tokens(first_again) and _tokens(host) == _tokens(gpu_hit),
+            tokens_equal=turns.equal,
             ledger=ledger,
         )
 
-    def _reference(self, large_blocks: int) -> tuple[list[Completion], list[Completion], list[Completion]]:
-        """Second turns by GPU prefix hit and by recomputing, and first turns, in a pool that evicts nothing."""
-        gpu_hit: list[Completion] = []
-        recompute: list[Completion] = []
-        first: list[Completion] = []
-        with self._engine(large_blocks, None) as llm:
-            for session in self._sessions:
-                self._progress(f"{session.name}: both turns in a pool that evicts nothing")
-                first.append(self._generate(llm, session.messages[:2]))
-                gpu_hit.append(self._generate(llm, session.messages))
-            for session in self._sessions:
-                self._progress(f"{session.name}: second turn recomputed")
-                llm.engine.reset_cache()
-                recompute.append(self._generate(llm, session.messages))
-        return gpu_hit, recompute, first
+    def _open(self, session: Session, llm: LLM, reference: LLM, turns: _Turns) -> None:
+        """The first turn on both engines, and the question of the second."""
+        session.ask(0)
+        answer = self._generate(llm, session.messages)
+        turns.first.append(answer)
+        turns.first_reference.append(self._generate(reference, session.messages))
+        session.answer(answer.text)
+        session.ask(1)
+        self._remember(llm, session, answer)
 
     def _engine(self, num_blocks: int, settings: Settings | None) -> LLM:
         model = self._model
@@ -163,7 +184,6 @@ class Measurement:
         return answer
 
     def _return(self, llm: LLM, session: Session) -> Completion:
-        self._progress(f"{session.name}: returns, restored from host memory")
         answer = self._generate(llm, session.messages)
         prompt = self._model.tokenizer.encode_chat(session.messages)
         size = self._model.runner.layout.block_tokens

@@ -1,0 +1,43 @@
+"""What a scrape shows of a connector."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvtier.metrics import LedgerSnapshot, StatsCollector
+from kvtier.reasons import DropReason
+from kvtier_connectors.scheduler import ConnectorStats
+
+
+def test_the_ledger_is_exported_by_reason() -> None:
+    ledger = LedgerSnapshot(due=9, stored=4, dropped={DropReason.HOST_FULL: 2, DropReason.ORPHAN: 1}, pending=2)
+    stats = ConnectorStats(
+        ledger=ledger,
+        landed_blocks=7,
+        failed_landings=1,
+        readmissions=3,
+        stale_results=0,
+        live_requests=5,
+        in_flight_blocks=6,
+    )
+    registry = CollectorRegistry()
+    registry.register(StatsCollector(lambda: stats))
+    samples = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(generate_latest(registry).decode())
+        for sample in family.samples
+    }
+    assert samples == {
+        ("kvtier_ledger_due_total",): 9,
+        ("kvtier_ledger_stored_total",): 4,
+        ("kvtier_ledger_dropped_total", "host_full"): 2,
+        ("kvtier_ledger_dropped_total", "orphan"): 1,
+        ("kvtier_ledger_pending",): 2,
+        ("kvtier_landed_blocks_total",): 7,
+        ("kvtier_failed_landings_total",): 1,
+        ("kvtier_readmissions_total",): 3,
+        ("kvtier_stale_results_total",): 0,
+        ("kvtier_live_requests",): 5,
+        ("kvtier_in_flight_blocks",): 6,
+    }
