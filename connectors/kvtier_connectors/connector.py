@@ -52,7 +52,7 @@ class Connector:
                 f"those of the namespace's layout {namespace.layout.block_bytes}"
             )
         self._owns_store = store is None
-        self.store = store or Store(settings)
+        self.store = Store(settings) if store is None else store
         try:
             self.space: Space = self.store.open_space(namespace)
             warning = sizing_warning(self.space.capacity_blocks, planes.num_blocks)

@@ -22,8 +22,8 @@ class Landing:
     request_id: str
     first_block: int
     block_ids: tuple[int, ...]
-    space_digest: bytes
-    """The namespace at the beginning; another one at the end means a reset, which voids the landing."""
+    space_digest: bytes | None
+    """The namespace at the beginning; another one at the end means a reset, which voids the landing, as None does."""
     owner: Owner
     copied: list[bool]
     jobs: dict[int, int] = field(default_factory=dict)
@@ -79,8 +79,7 @@ class LandingFlow:
             owner=owner,
             copied=[False] * len(leases),
         )
-        for block_id in landing.block_ids:
-            self._pool.pin(block_id)
+        self._pin(landing)
         self._num_copying += len(leases)
         self._queue(landing, leases)
         return landing
@@ -96,20 +95,27 @@ class LandingFlow:
         landing.copied[start : start + len(result.copied)] = result.copied
         if landing.jobs:
             return None
-        for block_id in landing.block_ids:
-            self._pool.unpin(block_id)
         self._num_copying -= len(landing.block_ids)
-        landing.owner.close()
         landed = ([*landing.copied, False]).index(False)
         if landing.space_digest != self._space.digest:
             landed = 0
         return landing, RestoreOutcome(landing.request_id, landing.first_block, landed)
 
-    def close(self) -> None:
-        """End every landing that is left: its worker is closed, so nothing writes the destinations any more."""
-        self._planned.clear()
-        for job_id in list(self._by_job):
-            self.complete(CopyResult(job_id, ()))
+    def release(self, landing: Landing) -> None:
+        """After its outcome: nothing writes the destinations or reads the slots any more."""
+        try:
+            for block_id in landing.block_ids:
+                self._pool.unpin(block_id)
+        finally:
+            landing.owner.close()
+
+    def void(self) -> None:
+        """Let the restores under way come to nothing."""
+        for landing in self._by_job.values():
+            landing.space_digest = None
+
+    def running_jobs(self) -> list[int]:
+        return list(self._by_job)
 
     def check_integrity(self) -> None:
         landings = {id(landing): landing for landing in self._by_job.values()}
@@ -117,6 +123,18 @@ class LandingFlow:
             raise IntegrityError(
                 f"restores: {self._num_copying} blocks counted as landing, but their jobs say otherwise"
             )
+
+    def _pin(self, landing: Landing) -> None:
+        pinned: list[int] = []
+        try:
+            for block_id in landing.block_ids:
+                self._pool.pin(block_id)
+                pinned.append(block_id)
+        except BaseException:
+            landing.owner.close()
+            for block_id in pinned:
+                self._pool.unpin(block_id)
+            raise
 
     def _queue(self, landing: Landing, leases: Sequence[Lease]) -> None:
         size = blocks_per_job(self._space.block_bytes)

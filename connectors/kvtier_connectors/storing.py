@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 from kvtier.errors import IntegrityError
 from kvtier.keys import BlockDigest
@@ -22,11 +22,13 @@ from kvtier_connectors.contract import (
     StepDemand,
 )
 from kvtier_connectors.due import DuePolicy
+from kvtier_connectors.faults import CAUGHT
 from kvtier_connectors.published import PublishedBlock, PublishedBlocks
 
 __all__ = ["StoreFlow", "blocks_per_job"]
 
-logger = logging.getLogger("kvtier.connector")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 JOB_BYTES = 32 << 20  # a restore waits for one running job at most: a few milliseconds
 
@@ -36,6 +38,11 @@ FAILURE_TO_REASON = {
     CopyFailure.RAISED: DropReason.COPY_FAILED,
     CopyFailure.CLOSED: DropReason.CLOSED,
 }
+
+# The block may still be stored at a later look at the queue, and must be before its descendants.
+TRIED_AGAIN = frozenset(
+    {DropReason.BACKLOG, DropReason.COPY_FAILED, DropReason.HOST_FULL, DropReason.ORPHAN, DropReason.TIER_ERROR}
+)
 
 
 def blocks_per_job(block_bytes: int) -> int:
@@ -64,18 +71,23 @@ class StoreFlow:
         blocks: PublishedBlocks,
         job_ids: Iterator[int],
         max_inflight_blocks: int,
+        report: Callable[[str, BaseException], None],
     ) -> None:
+        """report: told what the store or the engine's pool raised, and in which call."""
         self._space = space
         self._pool = pool
         self._policy = policy
         self._blocks = blocks
         self._job_ids = job_ids
         self._max_inflight = max_inflight_blocks
+        self._report = report
         self._owner = space.owner("stores")
         self._due: deque[PublishedBlock] = deque()
         self._jobs: dict[int, list[_Copying]] = {}
         self._num_copying = 0
         self.ledger = Ledger()
+        self.enabled = True
+        """False: blocks published from now on are never stored."""
 
     @property
     def num_copying(self) -> int:
@@ -86,7 +98,7 @@ class StoreFlow:
 
     def publish(self, block: PublishedBlock) -> None:
         """A block became publishable: dirty, unless the store has it already."""
-        if not self._policy.tracks_blocks:
+        if not self.enabled or not self._policy.tracks_blocks:
             return
         dirty = not self._space.holds(block.digest)
         self._blocks.add(block, dirty=dirty)
@@ -119,22 +131,25 @@ class StoreFlow:
         copying = self._jobs.pop(result.job_id)
         self._num_copying -= len(copying)
         for item in copying:
-            self._pool.unpin(item.block.block_id)
+            self._attempt("unpin", self._pool.unpin, item.block.block_id)
         verdicts = [*result.copied, *([False] * len(copying))]
         reason = FAILURE_TO_REASON[result.failure or CopyFailure.RAISED]
         for item, copied in zip(copying, verdicts, strict=False):
-            outcome = self._commit(item) if copied else reason
+            outcome = self._attempt("commit", self._commit, item) if copied else reason
             if outcome is None:
                 self.ledger.add_stored(1)
             else:
-                self._space.abort(item.reservation)
-                self.ledger.add_dropped(outcome, 1)
+                self._attempt("abort", self._space.abort, item.reservation)
+                self._drop(item.block, outcome)
 
     def mark_evicted(self, digests: Sequence[BlockDigest]) -> None:
-        """The store gave these up; where the GPU pool still holds them they are dirty again."""
-        marked = [digest for digest in digests if self._blocks.mark_dirty(digest)]
-        if marked:
-            self._policy.rescan()
+        """The store gave these up; where the GPU pool still holds them they are dirty again.
+
+        They wait for the queue's next change: were they looked for at once, an idle engine over a small host pool would
+        store for ever, each block in the place of another.
+        """
+        for digest in digests:
+            self._blocks.mark_dirty(digest)
 
     def reset(self) -> None:
         """Forget every block. Copies under way end as RESET when their commit is refused."""
@@ -143,11 +158,12 @@ class StoreFlow:
         self._policy.rescan()
 
     def close(self) -> None:
-        """Drop what is due or copying. The worker was closed, so nothing writes the slots any more."""
+        """Drop what is due and give every slot back. No job is running any more."""
         self._drop_due(DropReason.CLOSED)
-        for job_id in list(self._jobs):
-            self.complete(CopyResult(job_id, (), CopyFailure.CLOSED))
         self._owner.close()
+
+    def running_jobs(self) -> list[int]:
+        return list(self._jobs)
 
     def check_integrity(self) -> None:
         self._blocks.check_integrity()
@@ -177,37 +193,39 @@ class StoreFlow:
 
     def _begin(self, block: PublishedBlock) -> _Copying | None:
         """Reserve a slot and pin the source, or drop the block with its reason."""
-        reservation = self._reserve(block)
-        if isinstance(reservation, DropReason):
-            self.ledger.add_dropped(reservation, 1)
-            return None
-        self._pool.pin(block.block_id)
-        self._num_copying += 1
-        return _Copying(block, reservation)
+        reservation = self._attempt("reserve", self._reserve, block)
+        if not isinstance(reservation, DropReason):
+            pinned = self._attempt("pin", self._pool.pin, block.block_id)
+            if pinned is None:
+                self._num_copying += 1
+                return _Copying(block, reservation)
+            self._attempt("abort", self._space.abort, reservation)
+            reservation = pinned
+        self._drop(block, reservation)
+        return None
 
     def _reserve(self, block: PublishedBlock) -> Reservation | DropReason:
         if self._blocks.get(block.block_id) != block:
             return DropReason.OVERTAKEN
-        try:
-            if not self._reachable(block.parent):
-                return DropReason.ORPHAN
-            return self._space.reserve(block.digest, block.parent, self._owner)
-        except Exception as error:  # noqa: BLE001 - whatever a tier does wrong, the block is just not stored
-            return self._tier_failed("reserving a slot", error)
+        if not self._reachable(block.parent):
+            return DropReason.ORPHAN
+        return self._space.reserve(block.digest, block.parent, self._owner)
 
     def _commit(self, item: _Copying) -> DropReason | None:
         """None when the block is stored now."""
-        try:
-            if not self._reachable(item.block.parent):
-                return DropReason.ORPHAN
-            return None if self._space.commit([item.reservation])[0] else DropReason.RESET
-        except Exception as error:  # noqa: BLE001 - as above
-            return self._tier_failed("committing a block", error)
+        if item.reservation.namespace != self._space.digest:
+            return DropReason.RESET
+        if not self._reachable(item.block.parent):
+            return DropReason.ORPHAN
+        return None if self._space.commit([item.reservation])[0] else DropReason.RESET
 
-    def _tier_failed(self, what: str, error: Exception) -> DropReason:
-        logger.error("%s failed; the block is not stored: %r", what, error)
-        self._space.count_error(error)
-        return DropReason.TIER_ERROR
+    def _attempt(self, where: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | DropReason:
+        """What the call returns, or TIER_ERROR whatever it raises: then the block is just not stored."""
+        try:
+            return call(*args, **kwargs)
+        except CAUGHT as error:
+            self._report(where, error)
+            return DropReason.TIER_ERROR
 
     def _reachable(self, parent: BlockDigest | None) -> bool:
         return parent is None or self._space.holds(parent)
@@ -221,6 +239,14 @@ class StoreFlow:
             tuple(item.block.block_id for item in copying),
             tuple(item.reservation.lease.offset for item in copying),
         )
+
+    def _drop(self, block: PublishedBlock, reason: DropReason) -> None:
+        """Count a drop. A block that the GPU pool still holds, and whose prefix can be stored, is dirty again."""
+        self.ledger.add_dropped(reason, 1)
+        if reason not in TRIED_AGAIN or self._blocks.get(block.block_id) != block:
+            return
+        if reason is not DropReason.ORPHAN or (block.parent is not None and self._blocks.find(block.parent)):
+            self._blocks.mark_dirty(block.digest)
 
     def _drop_due(self, reason: DropReason) -> None:
         self.ledger.add_dropped(reason, len(self._due))

@@ -60,7 +60,7 @@ class KVTierWorker(ConnectorWorker):
         self._planes = planes
         self._host: npt.NDArray[np.uint8] | None = host
         self._backend = backend or default_backend()
-        self._executor = executor or ThreadExecutor("kvtier-copy", MAX_QUEUED_JOBS)
+        self._executor = ThreadExecutor("kvtier-copy", MAX_QUEUED_JOBS) if executor is None else executor
         self._results: deque[CopyResult] = deque()
         self._totals = dict.fromkeys(CopyDirection, CopyTotals(0, 0.0))
         self._arrived = threading.Condition()

@@ -9,7 +9,7 @@ from typing import Self
 
 from kvtier.clock import Clock, MonotonicClock
 from kvtier.config import Settings
-from kvtier.errors import TokenError
+from kvtier.errors import LayoutError, TokenError
 from kvtier.executor import Executor
 from kvtier.keys import BlockDigest, Extras, Namespace, digest_tokens
 from kvtier.store import Store
@@ -83,9 +83,11 @@ class Engine:
     ) -> None:
         """settings: kvtier's, or None to run without it.
 
-        Store: shared with others, else opened here. Raises ConfigError.
+        Store: shared with others, else opened here. Raises ConfigError or LayoutError.
         """
         layout = runner.layout
+        if namespace.layout != layout:
+            raise LayoutError(f"the namespace's layout is {namespace.layout}, the model's {layout}")
         self.max_model_len = resolve_max_model_len(
             config.max_model_len, runner.max_positions, runner.num_blocks, layout.block_tokens, layout.block_bytes
         )
@@ -105,6 +107,7 @@ class Engine:
         self._streams: dict[str, TextStream] = {}
         self._results: list[CopyResult] = []
         self._copies_in_flight = 0
+        self._just_published = False
         self._closed = False
 
     # ---- requests ------------------------------------------------------------------------------------------------
@@ -153,8 +156,9 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Keep stepping while this holds: requests are unfinished, or copies still touch the pool."""
-        return self.num_unfinished > 0 or self._copies_in_flight > 0
+        """Keep stepping while this holds: requests are unfinished, copies still touch the pool, or what the last step
+        published has yet to be looked at by the connector."""
+        return self.num_unfinished > 0 or self._copies_in_flight > 0 or self._just_published
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
@@ -166,14 +170,15 @@ class Engine:
         scheduled, verdict = self.scheduler.schedule(outcomes, copies_in_flight=self._copies_in_flight)
         self._start_copies()
         outputs = self._forward(scheduled) if scheduled else []
+        self._just_published = bool(scheduled) and self.connector is not None
         stalled = self.scheduler.stalled
         if stalled is not None:
             outputs.append(self._fail(stalled, self._describe_stall(stalled)))
         return StepResult(tuple(outputs), verdict, sum(share.num_tokens for share in scheduled))
 
     def wait(self, timeout: float) -> None:
-        """After Verdict.WAIT: block until a copy ended, at most `timeout` seconds."""
-        if self.connector is not None:
+        """When a step computed nothing: block until a copy under way ended, at most `timeout` seconds."""
+        if self.connector is not None and self._copies_in_flight:
             self._results += self.connector.worker.poll(timeout)
 
     def digests(self, tokens: Sequence[int], extras: Extras = NO_EXTRAS) -> Sequence[BlockDigest]:

@@ -253,7 +253,7 @@ class Scheduler:
         )
         available = self.pool.num_free - self.pool.num_free_of(local)
         needed = request.blocks_for(len(request.tokens)) - len(local)
-        return needed + outstanding <= available or (not self.running and needed <= available)
+        return needed + outstanding <= available
 
     def _admit(self, request: Request, local: list[int]) -> None:
         """Give the request its cached blocks and a place among the running; begin a restore for what the tiers hold."""
@@ -264,10 +264,10 @@ class Scheduler:
         if not request.was_admitted:
             request.gpu_hit_tokens = request.num_computed
         self.running.append(request)
+        request.state = RequestState.RUNNING
         if self._connector is not None and self._begin_restore(request, len(local)):
             request.state = RequestState.RESTORING
             return
-        request.state = RequestState.RUNNING
         request.was_admitted = True
 
     def _begin_restore(self, request: Request, num_local: int) -> bool:

@@ -112,8 +112,8 @@ def _print_table(result: DemoResult) -> None:
         f"tokens equal to an engine that evicts nothing: {_mark(result.tokens_equal)}\n"
         f"blocks due {ledger.due} = stored {ledger.stored} + dropped {sum(ledger.dropped.values())} ({dropped}) "
         f"+ pending {ledger.pending}\n"
-        f"copying thread, share of an idle machine's memcpy: stores {share['store']:.2f}, while the model computes beside "
-        f"them; restores {share['restore']:.2f}",
+        f"copying thread, share of an idle machine's memcpy: stores {share['store']:.2f}, beside the computing model; "
+        f"restores {share['restore']:.2f}",
         highlight=False,
     )
 

@@ -85,9 +85,7 @@ class ConnectorRig:
         self.scheduler = KVTierScheduler(self.store, self.space, self.pool)
         self.executor = ManualExecutor()
         planes = BlockPlanes.from_arrays(self.runner.planes())
-        self.worker = KVTierWorker(
-            planes, self.space.buffer, executor=self.executor if executor is None else executor
-        )
+        self.worker = KVTierWorker(planes, self.space.buffer, executor=self.executor if executor is None else executor)
         self.digests: dict[str, Sequence[BlockDigest]] = {}
 
     # ---- playing the engine --------------------------------------------------------------------------------------

@@ -1,0 +1,455 @@
+"""The way down: what is due is stored, or dropped with its reason, and the ledger adds up after every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier.keys import make_key
+from kvtier.reasons import DropReason
+from kvtier.tiers import WriteRequest
+from kvtier_connectors.contract import CopyDirection, CopyFailure, CopyResult, StepDemand
+from kvtier_engine.testing.rig import ConnectorRig
+
+OpenRig = Callable[..., ConnectorRig]
+
+
+@pytest.fixture
+def open_rig() -> Iterator[OpenRig]:
+    rigs: list[ConnectorRig] = []
+
+    def make(*args: Any, **kwargs: Any) -> ConnectorRig:
+        rigs.append(ConnectorRig(*args, **kwargs))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()
+
+
+def prompt(start: int, num_blocks: int) -> list[int]:
+    return list(range(start, start + 4 * num_blocks))
+
+
+def crowded(open_rig: OpenRig, num_left: int, **kwargs: Any) -> ConnectorRig:
+    """A pool of which a request that never ends has half: as many blocks may be copied at once as are left."""
+    rig = open_rig(num_blocks=2 * num_left, **kwargs)
+    assert rig.pool.allocate(num_left) is not None
+    rig.pool.take_num_allocated()
+    return rig
+
+
+# ---- when a block is due ---------------------------------------------------------------------------------------------
+
+
+def test_a_block_is_stored_when_the_free_queue_may_soon_reach_it(open_rig: OpenRig) -> None:
+    rig = open_rig(num_blocks=8)
+    blocks = rig.compute("a", prompt(0, 3))
+    assert rig.plan(step_budget=8).jobs == (), "referenced blocks are not in the queue"
+    rig.finish("a", blocks)
+    assert rig.plan(step_budget=5).jobs == (), "five others go first"
+    plan = rig.plan(step_budget=6)
+    assert [job.block_ids for job in plan.jobs] == [tuple(blocks)], "one is due, and its ancestors with it"
+    rig.copy_all()
+    rig.verify_stored(rig.digests["a"])
+    assert (rig.ledger.due, rig.ledger.stored, rig.ledger.pending) == (3, 3, 0)
+
+
+def test_r79_an_idle_engine_stores_no_more_than_the_clean_reserve(open_rig: OpenRig) -> None:
+    rig = open_rig(num_blocks=12, host_blocks=64)
+    tables = [(name, rig.compute(name, prompt(100 * i, 3))) for i, name in enumerate("abcd")]
+    for _ in range(60):
+        rig.plan(step_budget=3)  # the rate of allocation dies away
+    for name, blocks in tables:
+        rig.finish(name, blocks)
+    for _ in range(30):
+        rig.plan(step_budget=3)
+        rig.copy_all()
+    assert rig.ledger.due == 3
+    assert rig.held(rig.digests["a"]) == [True] * 3
+
+
+def test_an_idle_engine_does_not_scan(open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = open_rig(num_blocks=8)
+    rig.finish("a", rig.compute("a", prompt(0, 3)))
+    rig.plan(step_budget=2)
+    monkeypatch.setattr(rig.pool, "free_queue", lambda: pytest.fail("an idle step scanned the free queue"))
+    for _ in range(20):
+        rig.scheduler.plan_step([], StepDemand(0, 2, 0))
+    assert rig.store.stats().errors == {}
+
+
+def test_r79_an_idle_engine_over_a_host_pool_that_is_too_small_comes_to_rest(open_rig: OpenRig) -> None:
+    """Each store evicts what another had just stored: without rest, the two would change places for ever."""
+    rig = open_rig(num_blocks=6, host_blocks=2, store__max_inflight_blocks=1)
+    for i, name in enumerate("abcdef"):
+        rig.finish(name, rig.compute(name, prompt(100 * i, 1)))
+    rig.store_all(steps=20)
+    assert rig.ledger.stored <= 6
+
+
+def test_what_the_host_evicted_is_dirty_again_while_the_gpu_holds_it(open_rig: OpenRig) -> None:
+    rig = open_rig(num_blocks=6, host_blocks=2)
+    a = rig.compute("a", prompt(0, 1))
+    rig.finish("a", a)
+    rig.store_all()
+    for i, name in enumerate("bc"):
+        blocks = rig.compute(name, prompt(100 * (i + 1), 1))
+        rig.finish(name, blocks)
+        rig.store_all()
+    assert rig.held(rig.digests["a"]) == [False], "two newer blocks took the room"
+    rig.pool.acquire(a)
+    rig.pool.release(a)
+    rig.store_all()
+    assert rig.held(rig.digests["a"]) == [True]
+
+
+def test_write_through_stores_at_publication(open_rig: OpenRig) -> None:
+    rig = open_rig(policy="write_through")
+    rig.compute("a", prompt(0, 3))
+    rig.plan()
+    rig.copy_all()
+    rig.verify_stored(rig.digests["a"])
+
+
+def test_off_stores_nothing_and_still_restores(open_rig: OpenRig) -> None:
+    rig = open_rig(policy="off")
+    rig.finish("a", rig.compute("a", prompt(0, 3)))
+    rig.plan(step_budget=8)
+    assert rig.ledger.due == 0
+    (digest,) = rig.start("b", prompt(500, 1))
+    rig.store.host.write([WriteRequest(make_key(rig.space.digest, digest), None, memoryview(bytes(64)))])
+    assert rig.scheduler.match("b", 0, 1).num_blocks == 1
+
+
+# ---- the order -------------------------------------------------------------------------------------------------------
+
+
+def test_ancestors_become_due_with_their_descendant_and_go_first(open_rig: OpenRig) -> None:
+    rig = crowded(open_rig, 6)
+    blocks = rig.compute("a", prompt(0, 4))
+    rig.pool.release(blocks[2:])  # the tail alone is evictable: another request still shares the prefix
+    plan = rig.plan(step_budget=3)
+    assert [job.block_ids for job in plan.jobs] == [tuple(blocks)]
+    rig.copy_all()
+    rig.verify_stored(rig.digests["a"])
+
+
+def test_the_bound_on_copies_never_lets_a_tail_go_before_its_prefix(open_rig: OpenRig) -> None:
+    rig = open_rig(num_blocks=8, store__max_inflight_blocks=2)
+    blocks = rig.compute("a", prompt(0, 5))
+    rig.finish("a", blocks)
+    held: list[list[bool]] = []
+    for _ in range(4):
+        plan = rig.plan(step_budget=8)
+        assert plan.in_flight <= 2
+        assert rig.stats.in_flight_blocks <= 2
+        rig.copy_all()
+        held.append(rig.held(rig.digests["a"]))
+    assert [sum(row) for row in held] == [2, 4, 5, 5]
+    assert all(row == sorted(row, reverse=True) for row in held)
+
+
+def test_a_parent_whose_copy_fails_takes_its_children_with_it(open_rig: OpenRig) -> None:
+    rig = crowded(open_rig, 4)
+    blocks = rig.compute("a", prompt(0, 3))
+    rig.finish("a", blocks)
+    (job,) = rig.plan(step_budget=4).jobs
+    rig.collect([CopyResult(job.job_id, (True, False, True), CopyFailure.RAISED)])
+    assert rig.held(rig.digests["a"]) == [True, False, False]
+    assert rig.dropped == {DropReason.COPY_FAILED: 1, DropReason.ORPHAN: 1}
+    assert rig.pins() == []
+
+
+def test_a_dropped_block_that_the_gpu_still_holds_is_due_again_with_its_descendants(open_rig: OpenRig) -> None:
+    """Else one failed copy of a system prompt would keep every conversation from being stored for ever."""
+    rig = open_rig(num_blocks=8)
+    blocks = rig.compute("a", prompt(0, 3))
+    rig.finish("a", blocks)
+    (job,) = rig.plan(step_budget=8, submit=False).jobs
+    rig.collect([CopyResult(job.job_id, (False,) * 3, CopyFailure.BACKLOG)])
+    longer = rig.start("b", prompt(0, 4))
+    rig.pool.acquire(blocks)
+    new = rig.pool.allocate(1)
+    assert new is not None
+    rig.write(new, longer[3:])
+    rig.pool.publish(new[0], longer[3], b"root", blocks[-1], (3,))
+    rig.scheduler.publish("b", 3, new)
+    rig.finish("b", [*blocks, *new])
+    rig.store_all()
+    rig.verify_stored(longer)
+
+
+def test_an_orphan_is_not_stored(open_rig: OpenRig) -> None:
+    rig = open_rig(num_blocks=6)
+    digests = rig.start("a", prompt(0, 2))
+    blocks = rig.pool.allocate(2)
+    assert blocks is not None
+    rig.write(blocks, digests)
+    rig.pool.publish(blocks[0], digests[0], b"root", None, (0,))
+    rig.pool.publish(blocks[1], digests[1], b"root", blocks[0], (1,))
+    rig.scheduler.publish("a", 1, blocks[1:])  # the first block is in no tier, and the connector never heard of it
+    rig.finish("a", blocks)
+    rig.plan(step_budget=6)
+    assert rig.dropped == {DropReason.ORPHAN: 1}
+
+
+# ---- reasons ---------------------------------------------------------------------------------------------------------
+
+
+def test_dropped_when_overtaken_dirty(open_rig: OpenRig) -> None:
+    rig = open_rig(num_blocks=3)
+    rig.finish("a", rig.compute("a", prompt(0, 3)))
+    rig.compute("b", prompt(100, 3))
+    rig.plan()
+    assert rig.dropped == {DropReason.OVERTAKEN: 3}
+    assert rig.ledger.due == 3
+
+
+def test_dropped_when_overtaken_while_due(open_rig: OpenRig) -> None:
+    rig = open_rig(num_blocks=3, store__max_inflight_blocks=1)
+    rig.finish("a", rig.compute("a", prompt(0, 3)))
+    plan = rig.plan(step_budget=3)
+    assert (plan.in_flight, rig.ledger.pending) == (1, 3)
+    assert rig.pool.allocate(2) is not None, "the two that wait are not pinned"
+    rig.plan()
+    rig.copy_all()
+    rig.plan()
+    assert rig.dropped == {DropReason.OVERTAKEN: 2}
+    assert rig.ledger.stored == 1
+
+
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [
+        (CopyFailure.BACKLOG, DropReason.BACKLOG),
+        (CopyFailure.NO_FENCE, DropReason.COPY_FAILED),
+        (CopyFailure.RAISED, DropReason.COPY_FAILED),
+        (CopyFailure.CLOSED, DropReason.CLOSED),
+        (None, DropReason.COPY_FAILED),
+    ],
+)
+def test_dropped_by_how_the_copy_failed(open_rig: OpenRig, failure: CopyFailure | None, reason: DropReason) -> None:
+    rig = crowded(open_rig, 3)
+    rig.finish("a", rig.compute("a", prompt(0, 2)))
+    (job,) = rig.plan(step_budget=3, submit=False).jobs
+    rig.collect([CopyResult(job.job_id, (False, False), failure)])
+    assert rig.dropped == {reason: 2}
+    assert rig.pins() == []
+    assert rig.store.stats().leases == 0
+
+
+def test_a_result_without_a_verdict_for_a_block_stores_nothing_of_it(open_rig: OpenRig) -> None:
+    rig = crowded(open_rig, 3)
+    rig.finish("a", rig.compute("a", prompt(0, 2)))
+    (job,) = rig.plan(step_budget=3).jobs
+    rig.executor.run_all()
+    rig.collect([CopyResult(job.job_id, (True,))])
+    assert rig.held(rig.digests["a"]) == [True, False]
+    assert rig.dropped == {DropReason.COPY_FAILED: 1}
+
+
+def test_dropped_when_every_slot_is_leased(open_rig: OpenRig) -> None:
+    rig = open_rig(num_blocks=4, host_blocks=2)
+    rig.finish("a", rig.compute("a", prompt(0, 2)))
+    rig.store_all()
+    with rig.space.owner("a restore") as owner:
+        assert len(rig.space.lease(rig.digests["a"], owner)) == 2
+        rig.finish("b", rig.compute("b", prompt(100, 1)))
+        rig.plan(step_budget=4)
+        assert rig.dropped == {DropReason.HOST_FULL: 1}
+
+
+def test_dropped_when_another_store_of_the_key_came_first(open_rig: OpenRig) -> None:
+    one = open_rig(num_blocks=4)
+    one.finish("a", one.compute("a", prompt(0, 2)))
+    two = ConnectorRig(num_blocks=4, make_store=lambda _: one.store)
+    try:
+        two.finish("a", two.compute("a", prompt(0, 2)))
+        one.store_all()
+        two.plan(step_budget=4)
+        assert two.dropped == {DropReason.ALREADY_STORED: 2}
+        assert two.pins() == []
+    finally:
+        two.worker.close(1.0)
+        two.scheduler.close()
+
+
+def test_what_the_store_has_is_clean_at_publication(open_rig: OpenRig) -> None:
+    rig = open_rig(num_blocks=4)
+    rig.finish("a", rig.compute("a", prompt(0, 2)))
+    rig.store_all()
+    rig.finish("b", rig.compute("b", prompt(0, 2)))
+    rig.store_all()
+    assert rig.ledger.due == 2
+
+
+def test_dropped_by_a_reset_under_way(open_rig: OpenRig) -> None:
+    rig = open_rig(num_blocks=6, store__max_inflight_blocks=2)
+    rig.finish("a", rig.compute("a", prompt(0, 4)))
+    rig.plan(step_budget=6)
+    assert rig.stats.in_flight_blocks == 2
+    rig.scheduler.reset()
+    rig.pool.reset_cache()
+    rig.check_integrity()
+    rig.copy_all()
+    assert rig.dropped == {DropReason.RESET: 4}
+    assert rig.held(rig.digests["a"]) == [False] * 4
+    rig.plan(step_budget=6)
+    assert rig.ledger.due == 4, "blocks of before the reset are nobody's"
+
+
+def test_dropped_by_closing(open_rig: OpenRig) -> None:
+    rig = open_rig(num_blocks=6, store__max_inflight_blocks=2)
+    rig.finish("a", rig.compute("a", prompt(0, 4)))
+    rig.plan(step_budget=6)
+    rig.scheduler.complete(rig.worker.close(1.0))
+    rig.scheduler.close()
+    assert rig.dropped == {DropReason.CLOSED: 4}
+    assert rig.ledger.pending == 0
+    assert rig.pins() == []
+    assert rig.store.stats().leases == 0
+
+
+def test_dropped_by_closing_over_a_worker_that_says_nothing(open_rig: OpenRig) -> None:
+    rig = open_rig(num_blocks=6)
+    rig.finish("a", rig.compute("a", prompt(0, 2)))
+    rig.plan(step_budget=6, submit=False)
+    rig.scheduler.close()
+    assert rig.dropped == {DropReason.CLOSED: 2}
+    assert rig.pins() == []
+
+
+# ---- protection of the source ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.bug("WR13")
+def test_r78_a_source_is_pinned_from_submission_until_the_copy_ended(open_rig: OpenRig) -> None:
+    rig = crowded(open_rig, 3)
+    blocks = rig.compute("a", prompt(0, 3))
+    rig.finish("a", blocks)
+    order = list(rig.pool.free_queue())
+    rig.plan(step_budget=3)
+    assert rig.pins() == sorted(blocks)
+    assert rig.pool.allocate(1) is None
+    rig.executor.run_all()
+    assert rig.pool.allocate(1) is None, "copied, but not told yet"
+    rig.collect()
+    assert rig.pins() == []
+    assert list(rig.pool.free_queue()) == order, "each is back in its place"
+    rig.verify_stored(rig.digests["a"])
+
+
+def test_nothing_is_findable_before_its_copy_ended(open_rig: OpenRig) -> None:
+    rig = crowded(open_rig, 3)
+    rig.finish("a", rig.compute("a", prompt(0, 2)))
+    rig.plan(step_budget=3)
+    assert rig.held(rig.digests["a"]) == [False, False]
+    rig.executor.run_all()
+    assert rig.held(rig.digests["a"]) == [False, False]
+    rig.collect()
+    assert rig.held(rig.digests["a"]) == [True, True]
+
+
+@pytest.mark.bug("LK07", "CR01")
+def test_r73_results_twice_late_or_from_nowhere_are_counted_and_ignored(open_rig: OpenRig) -> None:
+    rig = open_rig(num_blocks=3)
+    rig.finish("a", rig.compute("a", prompt(0, 2)))
+    (job,) = rig.plan(step_budget=3).jobs
+    rig.executor.run_all()
+    results = rig.worker.poll()
+    rig.collect(results)
+    before = rig.ledger
+    rig.collect(results)
+    rig.collect([CopyResult(job.job_id + 1000, (True,)), CopyResult(-1, ())])
+    assert rig.stats.stale_results == 3
+    assert rig.ledger == before
+    assert rig.pins() == []
+
+
+def test_a_job_larger_than_one_copy_is_split(open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier_connectors.storing.JOB_BYTES", 2 * 64)
+    rig = open_rig(num_blocks=10)
+    rig.finish("a", rig.compute("a", prompt(0, 5)))
+    plan = rig.plan(step_budget=10)
+    assert [len(job.block_ids) for job in plan.jobs] == [2, 2, 1]
+    assert {job.direction for job in plan.jobs} == {CopyDirection.STORE}
+    rig.executor.run_next(-1)
+    rig.collect()
+    rig.start("b", prompt(0, 5))
+    assert rig.scheduler.match("b", 0, 5).num_blocks == 0, "the tail's copy ended first, and nothing leads to it yet"
+    rig.copy_all()
+    assert rig.scheduler.match("b", 0, 5).num_blocks == 5
+    assert (rig.ledger.stored, rig.ledger.pending) == (5, 0)
+
+
+# ---- all of it -------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_ledger_due_is_stored_dropped_and_pending_after_each_step(data: st.DataObject) -> None:
+    policy = data.draw(st.sampled_from(["on_evict", "write_through", "off"]))
+    rig = ConnectorRig(
+        num_blocks=data.draw(st.integers(2, 8)),
+        host_blocks=data.draw(st.integers(1, 6)),
+        policy=policy,
+        store__max_inflight_blocks=data.draw(st.integers(1, 4)),
+    )
+    live: dict[str, list[int]] = {}
+    try:
+        for step in range(data.draw(st.integers(1, 25))):
+            match data.draw(st.sampled_from(["compute", "finish", "plan", "plan", "copy", "fail", "reset"])):
+                case "compute":
+                    size = data.draw(st.integers(1, 3))
+                    if size <= rig.pool.num_free:
+                        start = 1000 * data.draw(st.integers(0, 3))
+                        live[f"r{step}"] = _compute_shared(rig, f"r{step}", prompt(start, size))
+                case "finish" if live:
+                    name = data.draw(st.sampled_from(sorted(live)))
+                    rig.finish(name, live.pop(name))
+                case "plan":
+                    rig.plan(step_budget=data.draw(st.integers(0, 8)))
+                case "copy":
+                    rig.executor.run_next(data.draw(st.integers(0, 3)))
+                    rig.collect()
+                case "fail" if len(rig.executor):
+                    rig.executor.run_next()
+                    rig.collect([CopyResult(r.job_id, (), CopyFailure.RAISED) for r in rig.worker.poll()])
+                case "reset" if not live:
+                    rig.pool.reset_cache()
+                    rig.scheduler.reset()
+            rig.check_integrity()
+        for name, blocks in live.items():
+            rig.finish(name, blocks)
+        rig.store_all()
+        assert rig.ledger.pending == 0
+        assert rig.pins() == []
+        assert rig.store.stats().leases == 0
+        assert rig.ledger.due == rig.ledger.stored + sum(rig.dropped.values())
+        assert policy != "off" or rig.ledger.due == 0
+    finally:
+        rig.close()
+
+
+def _compute_shared(rig: ConnectorRig, name: str, tokens: list[int]) -> list[int]:
+    """Like `compute`, but shares what the pool's prefix cache has, as an engine does."""
+    digests = rig.start(name, tokens)
+    local = rig.pool.match(b"root", digests, lambda index: (index,))
+    rig.pool.acquire(local)
+    own = rig.pool.allocate(len(digests) - len(local))
+    if own is None:
+        rig.pool.release(local)
+        rig.scheduler.finish_request(name)
+        return []
+    rig.write(own, digests[len(local) :])
+    table = [*local, *own]
+    for index in range(len(local), len(table)):
+        previous = table[index - 1] if index else None
+        rig.pool.publish(table[index], digests[index], b"root", previous, (index,))
+    rig.scheduler.publish(name, len(local), own)
+    return table
