@@ -9,16 +9,15 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from kvtier.errors import IntegrityError
 from kvtier.reasons import DropReason, MissReason
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
     from prometheus_client.core import Metric
 
-__all__ = ["Ledger", "LedgerSnapshot", "StatsCollector", "StatsSnapshot", "StoreCounters"]
+__all__ = ["Ledger", "LedgerSnapshot", "Snapshot", "StatsCollector", "StatsSnapshot", "StoreCounters"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +148,12 @@ GAUGES = frozenset(
 LABELS = {"misses": "reason", "errors": "type", "dropped": "reason"}
 
 
+class Snapshot(Protocol):
+    """Any dataclass of this project that holds one moment's counts."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
 class StatsCollector:
     """A prometheus-client collector over snapshots: `REGISTRY.register(StatsCollector(store.stats))`.
 
@@ -157,14 +162,14 @@ class StatsCollector:
     twice.
     """
 
-    def __init__(self, snapshot: Callable[[], DataclassInstance]) -> None:
+    def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
         self._snapshot = snapshot
 
     def collect(self) -> Iterable[Metric]:
         return _families("kvtier", self._snapshot())
 
 
-def _families(prefix: str, snapshot: DataclassInstance) -> Iterator[Metric]:
+def _families(prefix: str, snapshot: Snapshot) -> Iterator[Metric]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     for field in fields(snapshot):
