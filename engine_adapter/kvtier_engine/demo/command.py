@@ -115,6 +115,7 @@ def _print_table(result: DemoResult) -> None:
         f"copying thread, share of an idle machine's memcpy: stores {share['store']:.2f}, beside the computing model; "
         f"restores {share['restore']:.2f}",
         highlight=False,
+        soft_wrap=True,
     )
 
 
