@@ -42,6 +42,8 @@ logger = logging.getLogger("kvtier.connector")
 P = ParamSpec("P")
 R = TypeVar("R")
 
+MAX_NOTED_EVICTIONS = 1 << 16
+
 NOTHING_HELD = Match(0, MissReason.TIER_ERROR)
 
 
@@ -119,7 +121,9 @@ class KVTierScheduler(ConnectorScheduler):
         self._requests: dict[str, _Request] = {}
         self._counts: Counter[str] = Counter()
         self._reported: set[tuple[str, str]] = set()
-        self._evicted: deque[BlockDigest] = deque()
+        # An engine that does not step while another fills the store forgets the oldest: their blocks stay clean and
+        # are not stored again.
+        self._evicted: deque[BlockDigest] = deque(maxlen=MAX_NOTED_EVICTIONS)
         self._evicted_lock = threading.Lock()
         self._closed = False
         self._unsubscribe = space.on_evict(self._note_evictions)
