@@ -109,17 +109,20 @@ class Scheduler:
     def schedule(self, outcomes: Sequence[RestoreOutcome], *, copies_in_flight: int) -> tuple[list[Scheduled], Verdict]:
         """Decide a step. outcomes: restores that ended since the last one; copies_in_flight: copies that have not."""
         self._scheduled = {}
-        self._consume(outcomes)  # 1. events
-        num_preempted = self.num_preemptions
-        budget = self._config.max_batch_tokens
-        if self.running:  # 3. feasibility is a count here: every running request that is not restoring can try
-            budget = self._run_decodes(budget)  # 4. turn
-            budget = self._run_prefills(budget)
-        if self.num_preemptions == num_preempted:
-            self._admit_waiting(budget)  # 2. restores begin, and 4. new requests start, in arrival order
-        if not self._scheduled:
-            self._escape()  # 5.
-        return list(self._scheduled.values()), self._verdict(copies_in_flight)  # 6.
+        # 1. Events.
+        self._consume(outcomes)
+        # 2. Restores under way end with their copies; a new one begins in 4, once its blocks are known to fit.
+        # 3. Feasibility: counts only, nothing is touched.
+        can_run = any(request.state is RequestState.RUNNING for request in self.running)
+        can_admit = bool(self.waiting) and len(self.running) < self._config.max_num_seqs
+        # 4. Turn: decodes, running prompts, new requests.
+        if can_run or can_admit:
+            self._turn(self._config.max_batch_tokens)
+        # 5. Escape.
+        if can_run and not self._scheduled:
+            self._escape()
+        # 6. Verdict.
+        return list(self._scheduled.values()), self._verdict(copies_in_flight)
 
     def demand(self) -> StepDemand:
         """How soon the free queue will be used up; asked after `schedule`."""
@@ -170,6 +173,13 @@ class Scheduler:
                 request.restored_tokens = outcome.num_landed * self._block_tokens
             request.was_admitted = True
             self._publish(request)
+
+    def _turn(self, budget: int) -> None:
+        num_preempted = self.num_preemptions
+        budget = self._run_decodes(budget)
+        budget = self._run_prefills(budget)
+        if self.num_preemptions == num_preempted:  # what was preempted must not come back in its own step
+            self._admit_waiting(budget)
 
     def _run_decodes(self, budget: int) -> int:
         for request in list(self.running):
