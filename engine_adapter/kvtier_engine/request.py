@@ -88,6 +88,8 @@ class Request:
         """Tokens whose KV stands in `block_table`."""
         self.num_published = 0
         """Leading blocks of `block_table` that are matchable."""
+        self.refused_with_free: int | None = None
+        """Free blocks when it last found too few of them at the queue's head; None when it was not refused."""
         self.was_admitted = False
         self.num_preemptions = 0
         self.gpu_hit_tokens = 0

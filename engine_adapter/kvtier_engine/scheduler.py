@@ -209,9 +209,17 @@ class Scheduler:
     def _admit_waiting(self, budget: int) -> None:
         while self.waiting and budget and len(self.running) < self._config.max_num_seqs:
             request = self.waiting[0]
+            if (
+                self.running
+                and request.refused_with_free is not None
+                and self.pool.num_free <= request.refused_with_free
+            ):
+                break  # no more room than when it was refused: walking its prefix again would change nothing
             local = self.pool.match(request.root, self._reusable(request), request.tokens_of)
             if not self._can_admit(request, local):
+                request.refused_with_free = self.pool.num_free
                 break
+            request.refused_with_free = None
             self.waiting.popleft()
             self._admit(request, local)
             if request.state is RequestState.RUNNING:

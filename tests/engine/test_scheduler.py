@@ -475,3 +475,31 @@ def test_r57_what_a_restoring_prompt_still_needs_is_not_given_to_a_newer_one(
     assert ("newer" in rig.finished) == admitted
     rig.run()
     assert len(rig.finished) == 4
+
+
+def test_a_blocked_head_costs_nothing_until_there_is_more_room(
+    open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its cached prefix, which may be long, is not walked again in every step that it waits."""
+    rig = open_rig(num_blocks=12, max_num_seqs=2)
+    rig.generate(prompt(16, 100))
+    rig.add("running", prompt(20, 200), max_tokens=24)
+    rig.step()
+    walks: list[int] = []
+    match = rig.engine.pool.match
+
+    def counted(*args: Any) -> list[int]:
+        walks.append(1)
+        return match(*args)
+
+    monkeypatch.setattr(rig.engine.pool, "match", counted)
+    rig.add("head", [*prompt(16, 100), *prompt(20, 300)], max_tokens=1)
+    steps = 0
+    while "running" not in rig.finished:
+        rig.step()
+        rig.executor.run_all()
+        steps += 1
+    assert steps > 15
+    assert len(walks) <= 5
+    rig.run()
+    assert rig.finished["head"].token_ids
