@@ -6,10 +6,13 @@ command runs, so listing the commands imports neither torch nor the packages tha
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
@@ -20,6 +23,7 @@ from kvtier.errors import KVTierError
 __all__ = ["COMMAND_GROUP", "build_app", "main"]
 
 COMMAND_GROUP = "kvtier.commands"
+_OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _OUR_PACKAGES = ("kvtier", "kvtier_connectors", "kvtier_engine", "kvtier_kernels")
 
 
@@ -47,14 +51,36 @@ class CommandError(KVTierError):
 def main(args: Sequence[str] | None = None, commands: Iterable[EntryPoint] | None = None) -> None:
     """Run the command line, with the installed commands unless others are given.
 
-    A mistake of the caller's ends in exit code 2 and one line on stderr.
+    A mistake of the caller's ends in exit code 2 and one line on stderr. Output that cannot be written ends in exit
+    code 1, with one line unless whoever read it has left.
     """
     app = build_app(entry_points(group=COMMAND_GROUP) if commands is None else commands)
     try:
-        typer.main.get_command(app)(args=args, prog_name="kvtier")
+        try:
+            typer.main.get_command(app)(args=args, prog_name="kvtier")
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # else it would fail in the interpreter's exit, out of our hands
     except KVTierError as error:
-        sys.stderr.write(f"kvtier: {' '.join(str(error).split())}\n")
+        _complain(str(error))
         sys.exit(2)
+    except OSError as error:
+        if error.filename is not None or error.errno not in _OUTPUT_ERRORS:
+            raise
+        _discard_output()
+        if error.errno != errno.EPIPE:
+            _complain(f"the output cannot be written: {error.strerror}")
+        sys.exit(1)
+
+
+def _complain(message: str) -> None:
+    sys.stderr.write(f"kvtier: {' '.join(message.split())}\n")
+
+
+def _discard_output() -> None:
+    """What is still buffered goes nowhere, so that the interpreter's exit can flush it."""
+    with Path(os.devnull).open("wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def build_app(commands: Iterable[EntryPoint]) -> typer.Typer:

@@ -88,6 +88,10 @@ class BlockIndex:
         """Every namespace with a block."""
         return list(self._spaces)
 
+    def digests(self, namespace: bytes) -> list[bytes]:
+        """Every block of a namespace, whatever its state."""
+        return list(self._spaces.get(namespace, ()))
+
     def items(self) -> Iterator[tuple[bytes, bytes, int, BlockState]]:
         """Namespace, digest, slot and state of every block, in no order. O(blocks)."""
         for namespace, space in self._spaces.items():

@@ -52,6 +52,9 @@ Key = NewType("Key", bytes)
 
 Tokens = Sequence[int] | npt.NDArray[np.integer]
 
+_MAX_UINT32 = (1 << 32) - 1
+_MAX_POSITION = (1 << 63) - 1
+
 
 def make_key(namespace_digest: bytes, digest: bytes) -> Key:
     """Join the two halves; raises ConfigError if either has another length than the scheme's."""
@@ -88,7 +91,11 @@ class Shard:
     size: int
 
     def __post_init__(self) -> None:
-        if not (0 <= self.rank < self.size):
+        if type(self.rank) is not int or type(self.size) is not int or self.size > _MAX_UINT32:
+            raise ConfigError(
+                f"Shard.rank and Shard.size must be integers below 2**32, not {self.rank!r} and {self.size!r}"
+            )
+        if not 0 <= self.rank < self.size:
             raise ConfigError(f"Shard.rank must lie in 0..size-1; it is {self.rank} of size {self.size}")
 
 
@@ -109,6 +116,13 @@ class Namespace:
     group: str
     shard: Shard
 
+    def __post_init__(self) -> None:
+        kinds = {"model": str, "revision": str, "layout": KVLayout, "group": str, "shard": Shard}
+        for name, kind in kinds.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise ConfigError(f"Namespace.{name} must be a {kind.__name__}, not {value!r}")
+
     def digest(self, epoch: int) -> bytes:
         """16 bytes of a SHA-256 over every field, format version, hash algorithm and the epoch, which counts resets."""
         parts = (
@@ -128,8 +142,8 @@ class Namespace:
 class MediaItem:
     """An image, sound or embedding whose placeholder tokens say nothing of its content.
 
-    content: a cryptographic digest of the content.
-    start, length: the placeholder tokens it stands for, as positions in the prompt.
+    content: a cryptographic digest of the content, as bytes.
+    start, length: the placeholder tokens it stands for, as positions in the prompt below 2**63.
     """
 
     content: bytes
@@ -137,11 +151,20 @@ class MediaItem:
     length: int
 
     def __post_init__(self) -> None:
-        if self.start < 0 or self.length < 1 or not self.content:
+        if not isinstance(self.content, bytes):
+            raise TokenError(f"MediaItem.content must be bytes, a digest of the content, not {self.content!r}")
+        if type(self.start) is not int or type(self.length) is not int:
+            raise TokenError(f"MediaItem needs integers, not start {self.start!r} and length {self.length!r}")
+        if self.start < 0 or self.length < 1 or self.end > _MAX_POSITION or not 0 < len(self.content) <= _MAX_UINT32:
             raise TokenError(
-                f"MediaItem needs content, start >= 0 and length >= 1; "
+                f"MediaItem needs content, start >= 0, length >= 1 and an end below 2**63; "
                 f"got {len(self.content)} bytes, start {self.start}, length {self.length}"
             )
+
+    @property
+    def end(self) -> int:
+        """The position after its last token."""
+        return self.start + self.length
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,28 +182,30 @@ class Extras:
     media: tuple[MediaItem, ...]
 
     def __post_init__(self) -> None:
+        for name in ("adapter", "salt"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise TokenError(f"Extras.{name} must be text or None, not {value!r}")
+        if not isinstance(self.media, tuple):
+            raise TokenError(f"Extras.media must be a tuple of MediaItem, not {self.media!r}")
         end = 0
         for item in self.media:
+            if not isinstance(item, MediaItem):
+                raise TokenError(f"Extras.media must be a tuple of MediaItem; found {item!r}")
             if item.start < end:
                 raise TokenError(
                     f"Extras.media must be in order and not overlap: an item starts at {item.start} before {end}"
                 )
-            end = item.start + item.length
+            end = item.end
 
     def root(self, block_tokens: int) -> BlockDigest:
-        """The digest that a chain of blocks of `block_tokens` tokens starts from."""
+        """The digest that a chain of blocks of `block_tokens` tokens starts from; ConfigError for a size that is
+        none.
+        """
+        if type(block_tokens) is not int or not 1 <= block_tokens <= _MAX_UINT32:
+            raise ConfigError(f"block_tokens must be an integer in 1..2**32-1, not {block_tokens!r}")
         data = b"kvtier chain" + struct.pack("<II", FORMAT_VERSION, block_tokens)
         return BlockDigest(hashlib.sha256(data + _optional(self.adapter) + _optional(self.salt)).digest())
-
-    def of_block(self, start: int, end: int) -> bytes:
-        """Media that overlap positions start..end, each with its place relative to the block.
-
-        B"" when there are none.
-        """
-        overlapping = [item for item in self.media if item.start < end and start < item.start + item.length]
-        return b"".join(
-            struct.pack("<qq", item.start - start, item.length) + _field(item.content) for item in overlapping
-        )
 
 
 def _token_bytes(tokens: Tokens) -> bytes:
@@ -195,10 +220,17 @@ def _token_bytes(tokens: Tokens) -> bytes:
         tokens = list(tokens)  # array() would take them for packed words
     try:
         packed = array("I", tokens)
-    except (OverflowError, TypeError, ValueError) as error:
-        bad = next((t for t in tokens if not isinstance(t, (int, np.integer)) or not 0 <= t < 1 << 32), tokens)
-        raise TokenError(f"token ids must be integers in 0..2**32-1; found {bad!r}") from error
+    except (NotImplementedError, OverflowError, TypeError, ValueError) as error:
+        raise TokenError(f"token ids must be integers in 0..2**32-1; found {_first_bad(tokens)!r}") from error
     return np.frombuffer(packed, np.uint32).astype("<u4", copy=False).tobytes()
+
+
+def _first_bad(tokens: Tokens) -> object:
+    """The first that is no token id; all of them where they cannot be told apart."""
+    try:
+        return next((t for t in tokens if not isinstance(t, (int, np.integer)) or not 0 <= t <= _MAX_UINT32), tokens)
+    except (NotImplementedError, TypeError):  # no sequence, or one of several dimensions
+        return tokens
 
 
 class DigestChain:
@@ -207,14 +239,15 @@ class DigestChain:
     Owned by one thread. A chain that was extended piece by piece equals one extended at once.
     """
 
-    __slots__ = ("_block_tokens", "_digests", "_extras", "_parent", "_tail")
+    __slots__ = ("_block_tokens", "_digests", "_media", "_next_media", "_parent", "_tail")
 
     def __init__(self, block_tokens: int, extras: Extras) -> None:
-        if block_tokens < 1:
-            raise ConfigError(f"block_tokens must be at least 1, not {block_tokens}")
-        self._block_tokens = block_tokens
-        self._extras = extras
+        if not isinstance(extras, Extras):
+            raise TokenError(f"extras must be an Extras, Extras(None, None, ()) when there are none, not {extras!r}")
         self._parent = extras.root(block_tokens)
+        self._block_tokens = block_tokens
+        self._media = extras.media
+        self._next_media = 0  # the first item that does not end before the next block
         self._digests: list[BlockDigest] = []
         self._tail = b""
 
@@ -232,7 +265,7 @@ class DigestChain:
         data = self._tail + _token_bytes(tokens) if self._tail else _token_bytes(tokens)
         step = 4 * self._block_tokens
         full = len(data) - len(data) % step
-        if self._extras.media:
+        if self._media:
             self._hash_with_media(data, full, step)
         else:
             self._hash(data, full, step)
@@ -249,10 +282,24 @@ class DigestChain:
 
     def _hash_with_media(self, data: bytes, full: int, step: int) -> None:
         for offset in range(0, full, step):
-            start = len(self._digests) * self._block_tokens
-            extra = self._extras.of_block(start, start + self._block_tokens)
-            self._parent = BlockDigest(hashlib.sha256(self._parent + data[offset : offset + step] + extra).digest())
+            block = self._parent + data[offset : offset + step] + self._media_of_next_block()
+            self._parent = BlockDigest(hashlib.sha256(block).digest())
             self._digests.append(self._parent)
+
+    def _media_of_next_block(self) -> bytes:
+        """Media that overlap the block, each with its place relative to it. They are in order: none is passed twice."""
+        media, index = self._media, self._next_media
+        start = len(self._digests) * self._block_tokens
+        end = start + self._block_tokens
+        while index < len(media) and media[index].end <= start:
+            index += 1
+        self._next_media = index
+        parts = []
+        while index < len(media) and media[index].start < end:
+            item = media[index]
+            parts.append(struct.pack("<qq", item.start - start, item.length) + _field(item.content))
+            index += 1
+        return b"".join(parts)
 
 
 def digest_tokens(tokens: Tokens, block_tokens: int, extras: Extras) -> list[BlockDigest]:

@@ -87,8 +87,7 @@ class PoolMemory:
         if pin == "require":
             self._pin_all()
         if touch:
-            self._thread = threading.Thread(target=self._touch_all, name="kvtier-touch", daemon=True)
-            self._thread.start()
+            self._thread = self._start_touching()
 
     @property
     def buffer(self) -> npt.NDArray[np.uint8]:
@@ -134,6 +133,21 @@ class PoolMemory:
             self.close()
             raise ConfigError(_refusal(self.nbytes, self.nbytes, error)) from error
         self._pinned = self.nbytes
+
+    def _start_touching(self) -> threading.Thread | None:
+        """None where the process may start no more threads: first use makes the pages then."""
+        thread = threading.Thread(target=self._touch_all, name="kvtier-touch", daemon=True)
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError) as error:
+            unpinned = "" if self._pinner is None or self._pinned else ", and none of it is locked"
+            logger.warning(
+                "host memory: the host pool is not touched ahead (%s): the first store into a page is slower%s",
+                error,
+                unpinned,
+            )
+            return None
+        return thread
 
     def _touch_all(self) -> None:
         for start in range(0, self.nbytes, CHUNK_BYTES):

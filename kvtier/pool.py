@@ -224,6 +224,8 @@ class HostPool:
         """The resident slots of another class's least used slab without leases: evict them and `allocate` succeeds."""
         slot_bytes = self.slot_bytes(nbytes)
         with self._lock:
+            if not self._free.keys() - {slot_bytes}:
+                return []
             best: _Slab | None = None
             for slab in self._slabs:
                 if slab.slot_bytes in (0, slot_bytes) or slab.nbytes < slot_bytes:
@@ -335,10 +337,8 @@ class HostPool:
 
     def _assign_slab(self, slot_bytes: int) -> bool:
         """Give the class one more slab: an unassigned one, or one that another class no longer uses."""
-        index = next((i for i in reversed(self._unassigned) if self._slabs[i].nbytes >= slot_bytes), None)
-        if index is not None:
-            self._unassigned.remove(index)
-        else:
+        index = self._take_unassigned(slot_bytes)
+        if index is None:
             index = self._dissolve_unused(slot_bytes)
         if index is None:
             return False
@@ -348,7 +348,16 @@ class HostPool:
         self._free[slot_bytes].extend(reversed(slab.slots))
         return True
 
+    def _take_unassigned(self, slot_bytes: int) -> int | None:
+        """Only the last slab of the pool can be too short, so this looks at two at most."""
+        for place in range(len(self._unassigned) - 1, -1, -1):
+            if self._slabs[self._unassigned[place]].nbytes >= slot_bytes:
+                return self._unassigned.pop(place)
+        return None
+
     def _dissolve_unused(self, slot_bytes: int) -> int | None:
+        if not self._free.keys() - {slot_bytes}:  # there never was another class: do not walk the slabs for each block
+            return None
         for index, slab in enumerate(self._slabs):
             if slab.slot_bytes and slab.slot_bytes != slot_bytes and not slab.num_used and slab.nbytes >= slot_bytes:
                 gone = set(slab.slots)

@@ -24,6 +24,8 @@ class MissReason(StrEnum):
     """The copy up failed, or its slot was no longer the block's: the engine recomputes."""
     TIER_ERROR = "tier_error"
     """The store raised; the error is logged and counted by type."""
+    RESET = "reset"
+    """The cache was reset while the request ran: its KV is of before, what is stored of after."""
     CANCELLED = "cancelled"
     """The request ended while its restore was under way."""
 

@@ -45,7 +45,10 @@ class Connector:
         store: Store | None = None,
         executor: Executor | None = None,
     ) -> None:
-        """Raises ConfigError or LayoutError for settings, or a pool, that cannot work; then nothing stays open."""
+        """Raises ConfigError or LayoutError for settings, or a pool, that cannot work; then nothing stays open.
+
+        store: shared with others; `settings.host` is then its own, the rest of `settings` this connector's.
+        """
         if planes.block_bytes != namespace.layout.block_bytes:
             raise LayoutError(
                 f"the GPU pool's blocks have {planes.block_bytes} bytes, "
@@ -58,8 +61,12 @@ class Connector:
             warning = sizing_warning(self.space.capacity_blocks, planes.num_blocks)
             if warning is not None:
                 logger.warning("%s", warning)
-            self.scheduler = KVTierScheduler(self.store, self.space, pool)
             self.worker = KVTierWorker(planes, self.space.buffer, executor=executor)
+            try:
+                self.scheduler = KVTierScheduler(self.store, self.space, pool, settings)
+            except BaseException:
+                self.worker.close(0.0)
+                raise
         except BaseException:
             if self._owns_store:
                 self.store.close()

@@ -167,6 +167,12 @@ class CopyResult:
     failure: CopyFailure | None = None
     seconds: float = 0.0
 
+    def verdicts(self, num_blocks: int) -> list[bool]:
+        """Exactly `num_blocks` verdicts, whatever the worker told: what is not plainly copied is not copied."""
+        told = self.copied if isinstance(self.copied, (tuple, list)) else ()
+        copied = [verdict is True for verdict in told[:num_blocks]]
+        return copied + [False] * (num_blocks - len(copied))
+
 
 @dataclass(frozen=True, slots=True)
 class RestoreOutcome:
@@ -236,7 +242,11 @@ class ConnectorScheduler(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Drop what is not stored, with a reason, and end every lease. The worker was closed first. Idempotent."""
+        """Drop what is not stored, with a reason, and end every lease. Idempotent.
+
+        The worker was closed first. Blocks of copies that did not end within its bound stay pinned, and their slots
+        leased: something may still write them.
+        """
 
 
 class ConnectorWorker(ABC):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from itertools import islice
@@ -46,7 +47,7 @@ class OnEvict(DuePolicy):
         self._scanned: tuple[int, int] | None = None  # queue version and depth of the last scan
 
     def due_blocks(self, pool: BlockPoolView, blocks: PublishedBlocks, demand: StepDemand) -> list[int]:
-        depth = self._depth(demand)
+        depth = self._depth(demand, pool.num_blocks)
         if not blocks.num_dirty:
             return []
         version = pool.queue_version
@@ -58,9 +59,10 @@ class OnEvict(DuePolicy):
     def rescan(self) -> None:
         self._scanned = None
 
-    def _depth(self, demand: StepDemand) -> int:
-        self._rate += RATE_WEIGHT * (demand.allocated - self._rate)
-        return max(math.ceil(self._rate * self._horizon_steps), demand.step_budget, demand.waiting)
+    def _depth(self, demand: StepDemand, num_blocks: int) -> int:
+        self._rate += RATE_WEIGHT * (operator.index(demand.allocated) - self._rate)
+        ahead = min(self._rate * self._horizon_steps, num_blocks)
+        return min(num_blocks, max(math.ceil(ahead), demand.step_budget, demand.waiting))
 
 
 class WriteThrough(DuePolicy):

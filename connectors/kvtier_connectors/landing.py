@@ -26,8 +26,8 @@ class Landing:
     """The namespace at the beginning; another one at the end means a reset, which voids the landing, as None does."""
     owner: Owner
     copied: list[bool]
-    jobs: dict[int, int] = field(default_factory=dict)
-    """Jobs still running, and the place of their first block in `block_ids`."""
+    jobs: dict[int, slice] = field(default_factory=dict)
+    """Jobs still running, and which of `block_ids` they write."""
 
 
 class LandingFlow:
@@ -62,6 +62,7 @@ class LandingFlow:
         None, and nothing changed, if no block is held now.
         """
         wanted = min(len(block_ids), len(digests), self.room)
+        space_digest = self._space.digest  # before the leases: a reset between the two voids them
         owner = self._space.owner(f"restore of {request_id}")
         try:
             leases = self._space.lease(digests[:wanted], owner)
@@ -75,7 +76,7 @@ class LandingFlow:
             request_id=request_id,
             first_block=first_block,
             block_ids=tuple(block_ids[: len(leases)]),
-            space_digest=self._space.digest,
+            space_digest=space_digest,
             owner=owner,
             copied=[False] * len(leases),
         )
@@ -90,9 +91,10 @@ class LandingFlow:
 
     def complete(self, result: CopyResult) -> tuple[Landing, RestoreOutcome] | None:
         """A job ended; the outcome once it was the landing's last: the blocks up to the first without a verdict."""
-        landing = self._by_job.pop(result.job_id)
-        start = landing.jobs.pop(result.job_id)
-        landing.copied[start : start + len(result.copied)] = result.copied
+        landing = self._by_job[result.job_id]
+        part = landing.jobs[result.job_id]
+        landing.copied[part] = result.verdicts(part.stop - part.start)
+        del self._by_job[result.job_id], landing.jobs[result.job_id]
         if landing.jobs:
             return None
         self._num_copying -= len(landing.block_ids)
@@ -114,8 +116,16 @@ class LandingFlow:
         for landing in self._by_job.values():
             landing.space_digest = None
 
-    def running_jobs(self) -> list[int]:
-        return list(self._by_job)
+    def take_unplanned(self) -> list[int]:
+        """The jobs that no plan has named yet: nobody copies them, and now nobody will."""
+        return [job.job_id for job in self.plan()]
+
+    def close(self) -> int:
+        """Let go of landings whose copies have not ended; returns their blocks, which stay pinned and leased."""
+        num_stuck = self._num_copying
+        self._by_job.clear()
+        self._num_copying = 0
+        return num_stuck
 
     def check_integrity(self) -> None:
         landings = {id(landing): landing for landing in self._by_job.values()}
@@ -139,9 +149,9 @@ class LandingFlow:
     def _queue(self, landing: Landing, leases: Sequence[Lease]) -> None:
         size = blocks_per_job(self._space.block_bytes)
         for start in range(0, len(leases), size):
-            part = slice(start, start + size)
+            part = slice(start, min(start + size, len(leases)))
             job_id = next(self._job_ids)
             offsets = tuple(lease.offset for lease in leases[part])
-            landing.jobs[job_id] = start
+            landing.jobs[job_id] = part
             self._by_job[job_id] = landing
             self._planned.append(CopyJob(job_id, CopyDirection.RESTORE, landing.block_ids[part], offsets))

@@ -61,6 +61,9 @@ class PublishedBlocks:
                 del self._by_digest[block.digest]
         return block
 
+    def ids(self) -> list[int]:
+        return list(self._by_id)
+
     def mark_clean(self, block_id: int) -> None:
         self._dirty.discard(block_id)
 

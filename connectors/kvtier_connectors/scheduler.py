@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import operator
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Concatenate, ParamSpec, TypeVar, cast
 
+from kvtier.config import Settings
 from kvtier.keys import BlockDigest
 from kvtier.metrics import LedgerSnapshot
 from kvtier.reasons import MissReason
@@ -70,6 +72,8 @@ class ConnectorStats:
 @dataclass(eq=False, slots=True)
 class _Request:
     info: RequestInfo
+    epoch_digest: bytes
+    """The namespace when it began; after a reset its blocks are of no use to others, and theirs not to it."""
     admitted: bool = False
     landing: Landing | None = None
 
@@ -95,16 +99,24 @@ def hook(
     return wrap
 
 
+def _check_index(name: str, value: int) -> None:
+    if operator.index(value) < 0:
+        raise ValueError(f"{name} must be at least 0, not {value}")
+
+
 class KVTierScheduler(ConnectorScheduler):
     """Owns the records of live requests and joins the flows down and up. Engine's thread only.
 
     The store's evictions come from any thread, through `_evicted`, guarded by `_evicted_lock`.
     """
 
-    def __init__(self, store: Store, space: Space, pool: BlockPoolView) -> None:
-        settings = store.settings
+    def __init__(self, store: Store, space: Space, pool: BlockPoolView, settings: Settings | None = None) -> None:
+        """settings: policy and bounds of this connector, where they are not those that the store was opened with."""
+        self._settings = settings = settings or store.settings
         self._store = store
         self._space = space
+        self._epoch_digest = space.digest
+        self._num_gpu_blocks = pool.num_blocks
         self._restore_enabled = settings.restore.enabled
         self._blocks = PublishedBlocks()
         job_ids = itertools.count(1)
@@ -132,13 +144,18 @@ class KVTierScheduler(ConnectorScheduler):
 
     @hook(lambda: None)
     def start_request(self, request: RequestInfo) -> None:
-        self._requests[request.request_id] = _Request(request)
+        self._notice_reset()
+        self._requests[request.request_id] = _Request(request, self._epoch_digest)
 
     @hook(lambda: NOTHING_HELD)
     def match(self, request_id: str, num_local_blocks: int, max_blocks: int) -> Match:
+        self._notice_reset()
         request = self._requests.get(request_id)
         if request is None or not self._restore_enabled or not request.info.restore:
             return Match(0, MissReason.RESTORE_OFF)
+        if request.epoch_digest != self._epoch_digest:
+            return Match(0, MissReason.RESET)
+        _check_index("num_local_blocks", num_local_blocks)
         wanted = request.info.digests[num_local_blocks : num_local_blocks + max(0, max_blocks)]
         found = self._space.lookup(wanted).poll()
         if found is None:
@@ -147,10 +164,12 @@ class KVTierScheduler(ConnectorScheduler):
 
     @hook(lambda: 0)
     def admit(self, request_id: str, num_local_blocks: int, max_blocks: int, block_ids: Sequence[int]) -> int:
+        self._notice_reset()
         request = self._requests.get(request_id)
         if request is None or request.landing is not None:
             return 0
-        if block_ids and self._restore_enabled and request.info.restore:
+        may_restore = self._restore_enabled and request.info.restore and request.epoch_digest == self._epoch_digest
+        if len(block_ids) and may_restore:
             request.landing = self._begin_landing(request, num_local_blocks, block_ids)
         num_landing = len(request.landing.block_ids) if request.landing else 0
         self._count_admission(request, num_local_blocks, max_blocks, num_landing)
@@ -158,19 +177,23 @@ class KVTierScheduler(ConnectorScheduler):
 
     @hook(lambda: None)
     def publish(self, request_id: str, first_block: int, block_ids: Sequence[int]) -> None:
+        self._notice_reset()
         request = self._requests.get(request_id)
-        if request is None:
+        if request is None or request.epoch_digest != self._epoch_digest:
             return
+        _check_index("first_block", first_block)
         digests = request.info.digests
-        for index, block_id in enumerate(block_ids, first_block):
+        for index, block_id in enumerate(self._checked_ids(block_ids), first_block):
             parent = digests[index - 1] if index else None
             self._stores.publish(PublishedBlock(block_id, digests[index], parent))
 
     @hook(lambda: NO_COPIES)
     def plan_step(self, reused: Sequence[int], demand: StepDemand) -> TransferPlan:
-        jobs = (*self._landings.plan(), *self._plan_stores(reused, demand))
+        self._forget_reused(reused)
+        jobs = (*self._landings.plan(), *self._plan_stores(demand))
         return TransferPlan(jobs, self._landings.num_copying + self._stores.num_copying)
 
+    @hook(lambda: cast("list[RestoreOutcome]", []))
     def complete(self, results: Sequence[CopyResult]) -> list[RestoreOutcome]:
         outcomes: list[RestoreOutcome] = []
         for result in results:
@@ -196,18 +219,23 @@ class KVTierScheduler(ConnectorScheduler):
         # If the store cannot forget, both stay off: no KV is better than that of before.
         self._restore_enabled = self._stores.enabled = False
         self._store.reset()
-        self._restore_enabled, self._stores.enabled = self._store.settings.restore.enabled, True
+        self._restore_enabled, self._stores.enabled = self._settings.restore.enabled, True
+        self._epoch_digest = self._space.digest
 
     @hook(lambda: None)
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        jobs = [*self._landings.running_jobs(), *self._stores.running_jobs()]
-        self.complete([CopyResult(job_id, (), CopyFailure.CLOSED) for job_id in jobs])
         self._requests.clear()
         self._unsubscribe()
-        self._stores.close()
+        self.complete([CopyResult(job_id, (), CopyFailure.CLOSED) for job_id in self._landings.take_unplanned()])
+        num_stuck = self._landings.close() + self._stores.close()
+        if num_stuck:
+            logger.warning(
+                "the copies of %d blocks had not ended at close; the blocks stay pinned and their slots leased",
+                num_stuck,
+            )
 
     # ---- beside it -----------------------------------------------------------------------------------------------
 
@@ -229,11 +257,34 @@ class KVTierScheduler(ConnectorScheduler):
         self._landings.check_integrity()
         self._store.check_integrity()
 
+    def _notice_reset(self) -> None:
+        """The store was reset, by whoever shares it: what was published here before is of another epoch."""
+        digest = self._space.digest
+        if digest != self._epoch_digest:
+            self._epoch_digest = digest
+            self._landings.void()
+            self._stores.reset()
+
+    def _checked_ids(self, block_ids: Sequence[int]) -> list[int]:
+        """Plain integers within the pool, each once; ValueError otherwise."""
+        ids = [operator.index(block_id) for block_id in block_ids]
+        if ids and not (min(ids) >= 0 and max(ids) < self._num_gpu_blocks and len(set(ids)) == len(ids)):
+            raise ValueError(f"block ids must lie in 0..{self._num_gpu_blocks - 1}, each once; got {ids[:16]}")
+        return ids
+
+    def _forget_reused(self, reused: Sequence[int]) -> None:
+        try:
+            for block_id in reused:
+                self._stores.forget(operator.index(block_id))
+        except CAUGHT as error:
+            # Some reused block may not have been named; what it holds now must not be stored under its old digest.
+            self._stores.forget_all()
+            self._report("plan_step", error)
+
     @hook(lambda: cast("list[CopyJob]", []))
-    def _plan_stores(self, reused: Sequence[int], demand: StepDemand) -> list[CopyJob]:
+    def _plan_stores(self, demand: StepDemand) -> list[CopyJob]:
+        self._notice_reset()
         self._take_evictions()
-        for block_id in reused:
-            self._stores.forget(block_id)
         return self._stores.plan(demand)
 
     def _complete_landing(self, result: CopyResult) -> list[RestoreOutcome]:
@@ -254,8 +305,10 @@ class KVTierScheduler(ConnectorScheduler):
 
     @hook(lambda: cast("Landing | None", None))
     def _begin_landing(self, request: _Request, num_local_blocks: int, block_ids: Sequence[int]) -> Landing | None:
-        wanted = request.info.digests[num_local_blocks : num_local_blocks + len(block_ids)]
-        return self._landings.begin(request.info.request_id, num_local_blocks, wanted, block_ids)
+        _check_index("num_local_blocks", num_local_blocks)
+        ids = self._checked_ids(block_ids)
+        wanted = request.info.digests[num_local_blocks : num_local_blocks + len(ids)]
+        return self._landings.begin(request.info.request_id, num_local_blocks, wanted, ids)
 
     @hook(lambda: None)
     def _release_landing(self, landing: Landing) -> None:
@@ -269,7 +322,7 @@ class KVTierScheduler(ConnectorScheduler):
         request.admitted = True
         if not request.info.restore:
             return
-        num_asked = max(0, min(max_blocks, len(request.info.digests) - num_local_blocks))
+        num_asked = max(num_landing, min(max_blocks, len(request.info.digests) - num_local_blocks))
         miss = self.match(request.info.request_id, num_local_blocks + num_landing, 1).miss
         self._space.count_lookup(num_asked, num_landing, miss or MissReason.NO_ROOM)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
@@ -50,17 +50,20 @@ def blocks_per_job(block_bytes: int) -> int:
     return max(1, JOB_BYTES // block_bytes)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class _Copying:
     block: PublishedBlock
     reservation: Reservation
+    overtaken: bool = False
+    """The engine reused the block although it is pinned: what was copied may be anything."""
 
 
 class StoreFlow:
     """Owns the due queue, the stores under way, their pins, and the ledger. Engine's thread only.
 
     A block is dirty, then due (in `_due`, prefix before tail), then copying (in `_jobs`, pinned, slot reserved), then
-    stored or dropped with a reason. A due block may be reused before its copy begins; a copying one is pinned.
+    stored or dropped with a reason. A due block may be reused before its copy begins; a copying one is pinned. At most
+    one entry of `_due` or `_copying` names a GPU block, so both are bounded by the pool.
     """
 
     def __init__(
@@ -82,35 +85,46 @@ class StoreFlow:
         self._max_inflight = max_inflight_blocks
         self._report = report
         self._owner = space.owner("stores")
-        self._due: deque[PublishedBlock] = deque()
+        self._due: OrderedDict[int, PublishedBlock] = OrderedDict()
+        self._copying: dict[int, _Copying] = {}
         self._jobs: dict[int, list[_Copying]] = {}
-        self._num_copying = 0
         self.ledger = Ledger()
         self.enabled = True
         """False: blocks published from now on are never stored."""
 
     @property
     def num_copying(self) -> int:
-        return self._num_copying
+        return len(self._copying)
 
     def knows_job(self, job_id: int) -> bool:
         return job_id in self._jobs
 
     def publish(self, block: PublishedBlock) -> None:
         """A block became publishable: dirty, unless the store has it already."""
-        if not self.enabled or not self._policy.tracks_blocks:
+        if not self.enabled or not self._policy.tracks_blocks or self._blocks.get(block.block_id) == block:
             return
+        self.forget(block.block_id)
         dirty = not self._space.holds(block.digest)
         self._blocks.add(block, dirty=dirty)
         if dirty and self._policy.due_at_publish:
             self._make_due(block)
 
     def forget(self, block_id: int) -> None:
-        """The GPU block was reused. If it was dirty, its KV is lost; a due one is counted when its turn comes."""
+        """The GPU block was reused. If its KV is not stored yet, it is lost, and counted."""
         was_dirty = self._blocks.is_dirty(block_id)
-        if self._blocks.forget(block_id) is not None and was_dirty:
+        self._blocks.forget(block_id)
+        if block_id in self._copying:
+            self._copying[block_id].overtaken = True
+        if self._due.pop(block_id, None) is not None:
+            self.ledger.add_dropped(DropReason.OVERTAKEN, 1)
+        elif was_dirty:
             self.ledger.add_due(1)
             self.ledger.add_dropped(DropReason.OVERTAKEN, 1)
+
+    def forget_all(self) -> None:
+        """It is not known which GPU blocks were reused: trust none."""
+        for block_id in {*self._blocks.ids(), *self._copying}:
+            self.forget(block_id)
 
     def plan(self, demand: StepDemand) -> list[CopyJob]:
         """Make what is due due, and begin as many copies as the bound allows."""
@@ -119,8 +133,8 @@ class StoreFlow:
             if block is not None and self._blocks.is_dirty(block_id):
                 self._make_due(block)
         begun: list[_Copying] = []
-        while self._due and self._num_copying < self._max_inflight:
-            copying = self._begin(self._due.popleft())
+        while self._due and len(self._copying) < self._max_inflight:
+            copying = self._begin(self._due.popitem(last=False)[1])
             if copying is not None:
                 begun.append(copying)
         size = blocks_per_job(self._space.block_bytes)
@@ -128,13 +142,13 @@ class StoreFlow:
 
     def complete(self, result: CopyResult) -> None:
         """A job of ours ended: commit what was copied, prefix first, drop the rest, unpin all."""
+        verdicts = result.verdicts(len(self._jobs[result.job_id]))
+        reason = FAILURE_TO_REASON.get(result.failure or CopyFailure.RAISED, DropReason.COPY_FAILED)
         copying = self._jobs.pop(result.job_id)
-        self._num_copying -= len(copying)
         for item in copying:
+            del self._copying[item.block.block_id]
             self._attempt("unpin", self._pool.unpin, item.block.block_id)
-        verdicts = [*result.copied, *([False] * len(copying))]
-        reason = FAILURE_TO_REASON[result.failure or CopyFailure.RAISED]
-        for item, copied in zip(copying, verdicts, strict=False):
+        for item, copied in zip(copying, verdicts, strict=True):
             outcome = self._attempt("commit", self._commit, item) if copied else reason
             if outcome is None:
                 self.ledger.add_stored(1)
@@ -149,7 +163,9 @@ class StoreFlow:
         store for ever, each block in the place of another.
         """
         for digest in digests:
-            self._blocks.mark_dirty(digest)
+            block = self._blocks.find(digest)
+            if block is not None and not self._is_pending(block):
+                self._blocks.mark_dirty(digest)
 
     def reset(self) -> None:
         """Forget every block. Copies under way end as RESET when their commit is refused."""
@@ -157,39 +173,55 @@ class StoreFlow:
         self._blocks.clear()
         self._policy.rescan()
 
-    def close(self) -> None:
-        """Drop what is due and give every slot back. No job is running any more."""
-        self._drop_due(DropReason.CLOSED)
-        self._owner.close()
+    def close(self) -> int:
+        """Drop what is due and give every slot back.
 
-    def running_jobs(self) -> list[int]:
-        return list(self._jobs)
+        Returns the blocks whose copies have not ended: they are dropped too, but stay pinned and their slots leased.
+        """
+        self._drop_due(DropReason.CLOSED)
+        num_stuck = len(self._copying)
+        self.ledger.add_dropped(DropReason.CLOSED, num_stuck)
+        self._jobs.clear()
+        self._copying.clear()
+        if not num_stuck:
+            self._owner.close()
+        return num_stuck
 
     def check_integrity(self) -> None:
         self._blocks.check_integrity()
         self.ledger.check_integrity()
         copying = sum(map(len, self._jobs.values()))
-        if copying != self._num_copying or copying + len(self._due) != self.ledger.snapshot().pending:
+        if copying != len(self._copying) or copying + len(self._due) != self.ledger.snapshot().pending:
             raise IntegrityError(
-                f"stores: {copying} copying (counted {self._num_copying}) and {len(self._due)} due are not the "
+                f"stores: {copying} copying ({len(self._copying)} blocks) and {len(self._due)} due are not the "
                 f"ledger's {self.ledger.snapshot().pending} pending"
             )
 
     def _make_due(self, block: PublishedBlock) -> None:
-        """Queue a dirty block behind its dirty ancestors, so that no tail is stored before its prefix.
+        """Queue a dirty block behind its unstored ancestors, so that no tail is stored before its prefix.
 
-        Marking them clean ends the walk early the next time: over its life a block is walked over once.
+        The walk ends at the first ancestor that is stored or on its way, so a block is walked over once in its life. A
+        clean ancestor that the store no longer holds (another engine may share it) is stored again.
         """
-        chain = [block]
-        while (parent := chain[-1].parent) is not None:
-            ancestor = self._blocks.find(parent)
-            if ancestor is None or not self._blocks.is_dirty(ancestor.block_id):
-                break
-            chain.append(ancestor)
+        chain: list[PublishedBlock] = []
+        seen: set[int] = set()
+        link: PublishedBlock | None = block
+        while link is not None and link.block_id not in seen and self._is_unstored(link):
+            seen.add(link.block_id)
+            chain.append(link)
+            link = self._blocks.find(link.parent) if link.parent is not None else None
         for link in reversed(chain):
             self._blocks.mark_clean(link.block_id)
-            self._due.append(link)
+            self._due[link.block_id] = link
         self.ledger.add_due(len(chain))
+
+    def _is_pending(self, block: PublishedBlock) -> bool:
+        return block.block_id in self._due or block.block_id in self._copying
+
+    def _is_unstored(self, block: PublishedBlock) -> bool:
+        if self._is_pending(block):
+            return False
+        return self._blocks.is_dirty(block.block_id) or not self._space.holds(block.digest)
 
     def _begin(self, block: PublishedBlock) -> _Copying | None:
         """Reserve a slot and pin the source, or drop the block with its reason."""
@@ -197,8 +229,8 @@ class StoreFlow:
         if not isinstance(reservation, DropReason):
             pinned = self._attempt("pin", self._pool.pin, block.block_id)
             if pinned is None:
-                self._num_copying += 1
-                return _Copying(block, reservation)
+                copying = self._copying[block.block_id] = _Copying(block, reservation)
+                return copying
             self._attempt("abort", self._space.abort, reservation)
             reservation = pinned
         self._drop(block, reservation)
@@ -215,6 +247,8 @@ class StoreFlow:
         """None when the block is stored now."""
         if item.reservation.namespace != self._space.digest:
             return DropReason.RESET
+        if item.overtaken:
+            return DropReason.OVERTAKEN
         if not self._reachable(item.block.parent):
             return DropReason.ORPHAN
         return None if self._space.commit([item.reservation])[0] else DropReason.RESET

@@ -46,7 +46,7 @@ class KVTierWorker(ConnectorWorker):
     planes: the GPU pool. host: the host pool's bytes. The worker holds both while a copy runs, so that neither is
     unmapped under it.
 
-    Mutable state: `_queued` (jobs not begun), `_results`, `_totals`, guarded by `_arrived`.
+    Mutable state: `_queued` (jobs that move no bytes yet), `_results`, `_totals`, guarded by `_arrived`.
     """
 
     def __init__(
@@ -89,7 +89,9 @@ class KVTierWorker(ConnectorWorker):
     def close(self, timeout: float) -> list[CopyResult]:
         self._executor.close(timeout)
         self._host = None
-        for job in list(self._queued.values()):
+        with self._arrived:
+            cancelled, self._queued = self._queued, {}
+        for job in cancelled.values():
             self._fail(job, CopyFailure.CLOSED)
         return self.poll()
 
@@ -101,12 +103,13 @@ class KVTierWorker(ConnectorWorker):
         host = self._host
 
         def run() -> None:
-            with self._arrived:
-                begun = self._queued.pop(job.job_id, None) is not None
-            if not begun or host is None:
-                return  # told as CLOSED, or as nothing at all after the end
             try:
-                if not written.wait(FENCE_TIMEOUT_S):
+                fired = written.wait(FENCE_TIMEOUT_S)
+                with self._arrived:
+                    begun = self._queued.pop(job.job_id, None) is not None
+                if not begun or host is None:
+                    return  # closed meanwhile, and told so: its slots and blocks may be others' by now
+                if not fired:
                     logger.warning("a %s waited %g s for the device; not copied", job.direction.value, FENCE_TIMEOUT_S)
                     self._fail(job, CopyFailure.RAISED)
                 else:
@@ -128,7 +131,8 @@ class KVTierWorker(ConnectorWorker):
         else:
             self._backend.scatter(self._planes, block_ids, host, offsets)
         seconds = time.perf_counter() - start
-        self._tell(CopyResult(job.job_id, (True,) * len(job.block_ids), None, seconds), job)
+        copied = tuple(block_id >= 0 for block_id in job.block_ids)  # a back end passes over negative ids
+        self._tell(CopyResult(job.job_id, copied, None, seconds), job)
 
     def _fail(self, job: CopyJob, failure: CopyFailure) -> None:
         self._tell(CopyResult(job.job_id, (False,) * len(job.block_ids), failure), job)

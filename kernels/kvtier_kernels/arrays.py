@@ -34,6 +34,8 @@ def byte_plane(array: Any, block_dim: int, name: str) -> BytePlane:
 
 def _numpy_plane(array: NDArray[Any], block_dim: int, name: str) -> BytePlane:
     _check_block_dim(array.ndim, block_dim, name)
+    if array.dtype.hasobject:
+        raise KernelError(f"{name} is an array of {array.dtype}, which holds references and not the bytes themselves")
     if not array.flags.writeable:
         raise KernelError(f"{name} is read-only")
     blocks = np.moveaxis(array, block_dim, 0)
@@ -54,6 +56,8 @@ def _owner(array: Any) -> Any:
 def _torch_plane(torch: Any, tensor: Any, block_dim: int, name: str) -> BytePlane:
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         raise KernelError(f"{name} is a {tensor.layout} tensor on {tensor.device}, not a strided one on cpu")
+    if tensor.is_nested or tensor.is_conj() or tensor.is_neg():
+        raise KernelError(f"{name} is a nested, conjugated or negated view: its memory does not hold its values")
     _check_block_dim(tensor.ndim, block_dim, name)
     blocks = tensor.detach().movedim(block_dim, 0)
     shape, strides = tuple(blocks.shape), tuple(s * tensor.element_size() for s in blocks.stride())
@@ -70,13 +74,15 @@ def _plane_of(first: Bytes, shape: Sequence[int], strides: Sequence[int]) -> Byt
 
 
 def _check_block_dim(num_dims: int, block_dim: int, name: str) -> None:
+    if not isinstance(block_dim, (int, np.integer)) or isinstance(block_dim, bool):
+        raise KernelError(f"{name} needs an integer for block_dim, not {block_dim!r}")
     if not -num_dims <= block_dim < num_dims:
         raise KernelError(f"{name} has {num_dims} dimensions, so no block_dim {block_dim}")
 
 
 def _check_layout(shape: Sequence[int], strides: Sequence[int], itemsize: int, name: str) -> None:
     """Dimension 0 counts blocks; the others must be contiguous, last one innermost. Strides in bytes."""
-    if 0 in shape:
+    if 0 in shape or not itemsize:
         raise KernelError(f"{name} is empty: shape {tuple(shape)}, blocks first")
     segment_bytes = itemsize
     for size, stride in zip(reversed(shape[1:]), reversed(strides[1:]), strict=True):

@@ -61,7 +61,7 @@ def _check_host(host: Bytes) -> None:
 def _integers(values: ArrayLike, name: str) -> NDArray[Any]:
     try:
         array = np.asarray(values)
-    except (TypeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:  # RuntimeError: a tensor that numpy cannot view
         raise KernelError(f"{name} is not a list of integers: {error}") from error
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise KernelError(f"{name} is {array.dtype} {array.shape}, not a list of integers")

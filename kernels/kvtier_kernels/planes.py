@@ -1,6 +1,6 @@
 """The engine's block pool as byte planes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,8 @@ class BlockPlanes:
         blocks, unequal numbers of blocks, the same plane twice, read-only or empty arrays. Planes that overlap in part
         are not detected.
         """
+        if not isinstance(arrays, Iterable):
+            raise KernelError(f"arrays is a {type(arrays).__name__}, not a sequence of arrays")
         return cls([byte_plane(array, block_dim, f"plane {index}") for index, array in enumerate(arrays)])
 
     def as_3d(self) -> NDArray[np.int64] | Bytes | None:

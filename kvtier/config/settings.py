@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from kvtier.config.machine import MemorySnapshot
 from kvtier.errors import ConfigError
@@ -42,6 +42,14 @@ def parse_host_size(value: object) -> int | Literal["auto"]:
 class _Subsystem(BaseModel):
     # Strict: text is read as a number only where it comes from the environment, and true is never 1.
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+
+    @field_validator("*")
+    @classmethod
+    def _check_integer(cls, value: object) -> object:
+        """An integer that numpy, the kernel and Python's own printing can take."""
+        if isinstance(value, int) and value.bit_length() > 63:
+            raise ValueError("write a number below 2**63")
+        return value
 
 
 class HostSettings(_Subsystem):
@@ -92,7 +100,7 @@ class StoreSettings(_Subsystem):
 
     policy: Literal["on_evict", "write_through", "off"] = "on_evict"
     """When a block is stored."""
-    horizon_steps: Annotated[float, Field(gt=0)] = 2.5
+    horizon_steps: Annotated[float, Field(gt=0, le=1000)] = 2.5
     """Steps of allocation ahead of which an evictable block is stored."""
     max_inflight_blocks: Annotated[int, Field(ge=1)] = 512
     """Blocks whose copy down may be running at once."""

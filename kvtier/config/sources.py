@@ -20,6 +20,8 @@ __all__ = ["LoadedSettings", "load_settings", "load_settings_with_sources", "set
 
 PREFIX = "KVTIER_"
 FILE_VARIABLE = "KVTIER_CONFIG"
+_OTHER_FILE = f"name a readable TOML file, or none (unset {FILE_VARIABLE})"
+_MAX_SHOWN = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +95,22 @@ def _path_from(env: Mapping[str, str]) -> Path | None:
 
 
 def _from_file(path: Path, named_by: str) -> dict[str, _Value]:
+    named = f"{named_by} = {str(path)!r}"
     try:
-        with path.open("rb") as file:
-            tree = tomllib.load(file)
-    except OSError as error:
-        raise ConfigError(f"{named_by} = {str(path)!r} cannot be read: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{named_by} = {str(path)!r} is not TOML: {error}") from error
+        content = path.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: no name that a file can have
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ConfigError(f"{named} cannot be read: {reason}; {_OTHER_FILE}") from error
+    try:
+        tree = tomllib.loads(content.decode())
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{named} is not TOML: {error}; save it as UTF-8, or {_OTHER_FILE}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{named} is not TOML: {error}; correct it, or {_OTHER_FILE}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{named} cannot be read: its values are nested too deeply; {_OTHER_FILE}") from error
+    except ValueError as error:
+        raise ConfigError(f"{named} cannot be read: a number in it has too many digits; {_OTHER_FILE}") from error
     return _flatten(tree, f"{path}: {{}}")
 
 
@@ -133,7 +144,8 @@ def _flatten(tree: Mapping[str, Any], source: str) -> dict[str, _Value]:
     values: dict[str, _Value] = {}
     for key, value in _leaves(tree, "", source):
         if key in values:
-            raise ConfigError(f"{key} is set twice, as {values[key].value!r} and {value!r} ({source.format(key)})")
+            both = f"{_shown(values[key].value)} and {_shown(value)}"
+            raise ConfigError(f"{key} is set twice, as {both} ({source.format(key)})")
         values[key] = _Value(value, source.format(key))
     return values
 
@@ -146,7 +158,7 @@ def _leaves(tree: Mapping[str, Any], prefix: str, source: str) -> Iterator[tuple
         elif name in _SECTIONS:
             if not isinstance(value, Mapping):
                 settings = ", ".join(field for field in _FIELDS if field.startswith(f"{name}."))
-                raise ConfigError(f"{name} = {value!r} ({source.format(name)}) is a group: set one of {settings}")
+                raise ConfigError(f"{name} = {_shown(value)} ({source.format(name)}) is a group: set one of {settings}")
             yield from _leaves(value, f"{name}.", source)
         else:
             hint = _hint(name, (*_FIELDS, *_SECTIONS))
@@ -183,4 +195,13 @@ def _explain(error: ValidationError, values: Mapping[str, _Value]) -> Iterator[s
 
 
 def _complaint(name: str, source: str, value: object, reason: str) -> str:
-    return f"{name} = {value!r} ({source}): {reason[:1].lower()}{reason[1:]}"
+    return f"{name} = {_shown(value)} ({source}): {reason[:1].lower()}{reason[1:]}"
+
+
+def _shown(value: object) -> str:
+    """Its repr, cut to a line's length."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested, or of more digits, than Python prints
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

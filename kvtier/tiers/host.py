@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from kvtier.errors import ClosedError, IntegrityError
+from kvtier.errors import ClosedError, ForkedError, IntegrityError
 from kvtier.index import BlockIndex, BlockState
 from kvtier.keys import BlockDigest, Key, make_key, split_key
 from kvtier.policy import NO_PARENT, EvictionPolicy, TailsFirstLRU
@@ -78,6 +79,7 @@ class HostTier(Tier):
         self._on_evict: list[Callable[[Sequence[Eviction]], None]] = []
         self._on_commit: list[Callable[[Sequence[tuple[Key, Key | None]]], None]] = []
         self._copier = pool.owner("host tier copies")
+        self._pid = os.getpid()
         self._closed = False
 
     @property
@@ -136,6 +138,7 @@ class HostTier(Tier):
 
     def lease_run(self, namespace: bytes, digests: Sequence[BlockDigest], owner: Owner) -> list[Lease]:
         """Leases on the leading blocks that are here, which count as used now."""
+        self._check_process()
         with self._lock:
             return self._lease(self._index.committed_run(namespace, digests), owner)
 
@@ -146,8 +149,11 @@ class HostTier(Tier):
 
         The block's parent, stored or still being filled, is kept from eviction until the reservation ends, so that a
         long chain never eats its own prefix. On a DropReason nothing changed for this block, though others may have
-        been evicted. Raises LayoutError for a block that fits no slab, ClosedError for an owner that has ended.
+        been evicted. Raises LayoutError for a block that fits no slab, ClosedError for an owner that has ended,
+        ConfigError for a digest of another length than the scheme's.
         """
+        self._check_process()
+        make_key(namespace, digest)
         self._pool.slot_bytes(nbytes)
         evicted: list[Eviction] = []
         try:
@@ -220,7 +226,7 @@ class HostTier(Tier):
         Reservations in it become void, leases keep their bytes. Returns how many.
         """
         with self._lock:
-            digests = [digest for space, digest, _, _ in self._index.items() if space == namespace]
+            digests = self._index.digests(namespace)
             for digest in digests:
                 self._forget(namespace, BlockDigest(digest))
             return len(digests)
@@ -277,8 +283,8 @@ class HostTier(Tier):
 
     def _lease(self, slots: Sequence[int], owner: Owner) -> list[Lease]:
         leases = [self._pool.lease(slot, owner) for slot in slots]
-        if slots:
-            self._policy_of(slots[0]).touch(slots)
+        for slot_bytes in {lease.nbytes for lease in leases}:  # one, unless blocks of one namespace differ in length
+            self._policies[slot_bytes].touch([lease.slot for lease in leases if lease.nbytes == slot_bytes])
         return leases
 
     def _allocate(self, nbytes: int, owner: Owner, on_end: Callable[[], None], evicted: list[Eviction]) -> Lease | None:
@@ -366,6 +372,12 @@ class HostTier(Tier):
         reservation.lease.view[: len(request.buffer)] = request.buffer
         return WriteOutcome.STORED if self.commit([reservation])[0] else WriteOutcome.ERROR
 
+    def _check_process(self) -> None:
+        """A fork's child shares the pool's bytes but not the index that says whose they are."""
+        if os.getpid() != self._pid:
+            raise ForkedError(f"this store belongs to process {self._pid}: open one in the child")
+
     def _check_open(self) -> None:
+        self._check_process()
         if self._closed:
             raise ClosedError("the host tier is closed")

@@ -14,7 +14,7 @@ from kvtier.cli import main
 from kvtier.config import HostSettings, RestoreSettings, Settings, StoreSettings
 from kvtier.errors import ConfigError, LayoutError
 from kvtier.layout import KVKind, KVLayout
-from kvtier_connectors.contract import CopyJob
+from kvtier_connectors.contract import CopyJob, CopyResult
 from kvtier_connectors.selftest import SelftestReport, run_selftest
 from kvtier_connectors.selftest import run as selftest_run
 from kvtier_connectors.worker import KVTierWorker
@@ -118,7 +118,7 @@ def test_a_copy_that_reports_success_and_moves_nothing_is_found(monkeypatch: pyt
         if job.direction.value == "store":
             real(worker, job, *rest)
         else:
-            real(worker, CopyJob(job.job_id, job.direction, (-1,) * len(job.block_ids), job.offsets), *rest)
+            worker._tell(CopyResult(job.job_id, (True,) * len(job.block_ids)), job)
 
     monkeypatch.setattr(KVTierWorker, "_run", lazy)
     report = run_selftest(small_settings(4096), SMALL, seed=4)

@@ -204,10 +204,20 @@ def test_an_orphan_is_not_stored(open_rig: OpenRig) -> None:
 def test_dropped_when_overtaken_dirty(open_rig: OpenRig) -> None:
     rig = open_rig(num_blocks=3)
     rig.finish("a", rig.compute("a", prompt(0, 3)))
-    rig.compute("b", prompt(100, 3))
+    assert rig.pool.allocate(3) is not None
     rig.plan()
     assert rig.dropped == {DropReason.OVERTAKEN: 3}
     assert rig.ledger.due == 3
+
+
+def test_blocks_published_before_they_are_named_as_reused_are_lost_and_never_stored_wrong(open_rig: OpenRig) -> None:
+    """The wrong order of a step: what they held is lost, and so is what they hold now."""
+    rig = open_rig(num_blocks=3)
+    rig.finish("a", rig.compute("a", prompt(0, 3)))
+    rig.finish("b", rig.compute("b", prompt(100, 3)))
+    rig.store_all()
+    assert rig.dropped == {DropReason.OVERTAKEN: 6}
+    assert rig.held([*rig.digests["a"], *rig.digests["b"]]) == [False] * 6
 
 
 def test_dropped_when_overtaken_while_due(open_rig: OpenRig) -> None:
@@ -321,7 +331,8 @@ def test_dropped_by_closing_over_a_worker_that_says_nothing(open_rig: OpenRig) -
     rig.plan(step_budget=6, submit=False)
     rig.scheduler.close()
     assert rig.dropped == {DropReason.CLOSED: 2}
-    assert rig.pins() == []
+    assert rig.pins() == [0, 1], "a copy that may still run keeps its source"
+    assert rig.store.stats().leases >= 2, "and its slot"
 
 
 # ---- protection of the source ----------------------------------------------------------------------------------------

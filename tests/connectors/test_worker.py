@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -237,7 +238,7 @@ def test_on_a_thread_a_poll_waits_for_the_first_result(threaded: KVTierWorker, d
     assert [result.job_id for result in threaded.poll(LIMIT_S)] == [1]
 
 
-def test_on_a_thread_closing_does_not_wait_longer_than_told_for_a_running_copy(device: Device) -> None:
+def test_a_copy_that_waits_for_its_fence_at_close_never_moves_a_byte(device: Device) -> None:
     executor = ThreadExecutor("copies under test", 8)
     worker = KVTierWorker(device.planes, device.host, executor=executor)
     gate = Gate()
@@ -245,12 +246,42 @@ def test_on_a_thread_closing_does_not_wait_longer_than_told_for_a_running_copy(d
     worker.submit(plan(store(1, 0), store(2, 1)), gate)
     assert gate.waiting.wait(LIMIT_S)
     results = worker.close(0.001)
+    assert [(result.job_id, result.failure) for result in results] == [(1, CopyFailure.CLOSED), (2, CopyFailure.CLOSED)]
+    gate.open.set()
+    executor.close(LIMIT_S)
+    assert executor.idle
+    assert worker.poll() == []
+    assert not device.slot(0).any()
+    assert not device.slot(1).any()
+
+
+def test_closing_does_not_wait_longer_than_told_for_a_copy_that_moves_bytes(device: Device) -> None:
+    gate = Gate()
+
+    class Slow(type(default_backend())):  # type: ignore[misc]
+        def _gather(self, *arguments: Any) -> None:
+            gate.wait(LIMIT_S)
+            super()._gather(*arguments)
+
+    executor = ThreadExecutor("copies under test", 8)
+    worker = KVTierWorker(device.planes, device.host, executor=executor, backend=Slow())
+    device.pool[:] = 5
+    worker.submit(plan(store(1, 0), store(2, 1)), WRITTEN)
+    assert gate.waiting.wait(LIMIT_S)
+    results = worker.close(0.001)
     assert [(result.job_id, result.failure) for result in results] == [(2, CopyFailure.CLOSED)]
     gate.open.set()
-    assert [result.job_id for result in worker.poll(LIMIT_S)] == [1]
+    assert [(result.job_id, result.copied) for result in worker.poll(LIMIT_S)] == [(1, (True,))]
     executor.close(LIMIT_S)
     assert executor.idle
     assert not device.slot(1).any()
+
+
+def test_a_hole_is_never_told_as_copied(device: Device) -> None:
+    worker = KVTierWorker(device.planes, device.host, executor=InlineExecutor())
+    worker.submit(plan(CopyJob(1, CopyDirection.STORE, (0, -1), (0, device.planes.block_bytes))), WRITTEN)
+    assert [result.copied for result in worker.poll()] == [(True, False)]
+    worker.close(LIMIT_S)
 
 
 def test_the_default_backend_is_found(device: Device) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -30,6 +32,9 @@ def fail(code: int) -> None:
 def function(count: int = 1) -> None:
     \"\"\"Counts.\"\"\"
     print("counted", count)
+
+def absent() -> None:
+    open("/no/such/file")
 
 def wrong() -> None:
     raise ConfigError("host.size = 'x':\\nwrong")
@@ -62,6 +67,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[EntryPoint
     monkeypatch.delitem(sys.modules, "kvtier_cli_plugin", raising=False)
     targets = {
         "bench": "kvtier_cli_plugin:app",
+        "absent": "kvtier_cli_plugin:absent",
         "broken": "kvtier_cli_plugin:broken",
         "count": "kvtier_cli_plugin:function",
         "demo": "kvtier_cli_plugin:needy",
@@ -175,6 +181,42 @@ def test_config_shows_each_value_and_its_source(
     table = capsys.readouterr().out
     assert all(name in table for name in shown["settings"])
     assert "environment variable KVTIER_HOST__SIZE" in table
+
+
+@pytest.mark.parametrize("arguments", [["config"], ["config", "--json"], ["--help"], ["--version"]])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_cannot_be_written_is_one_line(arguments: list[str], unbuffered: str) -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = run_program(arguments, full, unbuffered)
+    assert done.returncode == 1
+    assert done.stderr == "kvtier: the output cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize("arguments", [["config"], ["config", "--json"], ["--help"], ["--version"]])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_left_is_no_news(arguments: list[str], unbuffered: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as pipe:
+        done = run_program(arguments, pipe, unbuffered)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def run_program(arguments: list[str], output: IO[bytes], unbuffered: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "from kvtier.cli import main; main()", *arguments],
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+        stdout=output,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_an_error_of_a_command_that_is_not_the_outputs_keeps_its_traceback(commands: list[EntryPoint]) -> None:
+    with pytest.raises(FileNotFoundError):
+        main(["absent"], commands)
 
 
 @pytest.mark.parametrize("size", ["64XB", "4096TiB"])

@@ -146,7 +146,7 @@ def test_sizes_that_are_none_are_refused(value: object) -> None:
         load_settings(env={}, overrides={"host.size": value})
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0.0, "2.5", True])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0.0, 1000.5, 10**400, "2.5", True])
 def test_numbers_that_are_none_are_refused(value: object) -> None:
     with pytest.raises(ConfigError, match=r"store\.horizon_steps = .*\(argument store\.horizon_steps\)"):
         load_settings(env={}, overrides={"store.horizon_steps": value})
@@ -178,16 +178,57 @@ def test_settings_that_contradict_are_refused(overrides: dict[str, Any], words: 
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "cannot be read: No such file"), (b"host = ", "is not TOML"), (b"\xff\xfe", "is not TOML")],
+    [
+        (None, "cannot be read: No such file"),
+        (b"host = ", "is not TOML"),
+        (b"\xff\xfe", r"is not TOML: .*save it as UTF-8"),
+        (b"host.size = " + b"[" * 5000, "cannot be read: its values are nested too deeply"),
+        (b"host.size = " + b"9" * 5000, "cannot be read: a number in it has too many digits"),
+    ],
 )
 def test_a_file_that_cannot_be_read_is_named(content: bytes | None, message: str, tmp_path: Path) -> None:
     path = tmp_path / "kvtier.toml"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(ConfigError, match=rf"KVTIER_CONFIG = '{path}' {message}"):
+    with pytest.raises(ConfigError, match=rf"KVTIER_CONFIG = '{path}' {message}.*name a readable TOML file, or none"):
         load_settings(env={"KVTIER_CONFIG": str(path)})
     with pytest.raises(ConfigError, match=r"KVTIER_CONFIG is empty"):
         load_settings(env={"KVTIER_CONFIG": ""})
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("\0", "embedded null byte"), ("/", "Is a directory"), ("/proc/self/mem", "Input/output error")],
+)
+def test_a_file_that_is_none_is_named(name: str, reason: str) -> None:
+    for path, env in ((None, {"KVTIER_CONFIG": name}), (Path(name), {})):
+        with pytest.raises(ConfigError) as caught:
+            load_settings(path, env)
+        assert f"= {name!r} cannot be read: {reason}; name a readable TOML file" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["host.size", "host.workers", "host.slab", "restore.max_inflight_blocks"])
+def test_a_number_beyond_63_bits_is_refused_and_one_below_is_not(name: str, tmp_path: Path) -> None:
+    for digits in ("8" + "0" * 15, "f" * 5000):
+        path = write(tmp_path / "kvtier.toml", f"{name} = 0x{digits}\n")
+        with pytest.raises(ConfigError, match=rf"^{re.escape(name)} = .*write a number below 2\*\*63$"):
+            load_settings(path, env={})
+    assert value_of(load_settings(env={}, overrides={name: 1 << 62}), name) == 1 << 62
+
+
+@pytest.mark.parametrize("name", ["host", "host.size", "host.pin"])
+def test_a_value_too_deep_to_show_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    value: Any = 1
+    for _ in range(5000):
+        value = [value]
+    with pytest.raises(ConfigError, match=rf"^{re.escape(name)} = <list> \(argument {re.escape(name)}\)"):
+        load_settings(env={}, overrides={name: value})
+
+
+def test_a_value_too_long_for_a_line_is_cut() -> None:
+    with pytest.raises(ConfigError, match=r"host\.size = '9{199}\.\.\. \(environment") as caught:
+        load_settings(env={"KVTIER_HOST__SIZE": "9" * 5000})
+    assert len(str(caught.value)) < 500
 
 
 @pytest.mark.bug("CR21")

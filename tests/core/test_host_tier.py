@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier.errors import ClosedError, IntegrityError, LayoutError, LeaseError
+from kvtier.errors import ClosedError, ConfigError, ForkedError, IntegrityError, LayoutError, LeaseError
 from kvtier.index import BlockState
 from kvtier.keys import BlockDigest, Key, make_key
 from kvtier.memory import PAGE_BYTES, PoolMemory
@@ -903,3 +904,32 @@ def test_another_policy_may_be_given() -> None:
     assert len(made) == 1
     tier.close()
     pool.close()
+
+
+def test_a_forked_child_is_refused_by_the_tier_too(four: Harness) -> None:
+    """The mapping is shared with the child, the index is not: a write there could change a block of the parent's."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        refused = 0
+        for call in (
+            lambda: four.tier.write([WriteRequest(make_key(SPACE, name(1)), None, memoryview(bytearray(PAGE_BYTES)))]),
+            lambda: four.tier.lease_run(SPACE, [name(1)], four.owner),
+            lambda: four.tier.reserve(SPACE, name(1), None, PAGE_BYTES, four.owner),
+        ):
+            try:
+                call()
+            except ForkedError:
+                refused += 1
+        os.write(writer, bytes([refused]))
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reader, 1) == bytes([3])
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_digest_of_another_length_is_refused_before_anything_is_set_aside(four: Harness) -> None:
+    with pytest.raises(ConfigError, match="32"):
+        four.tier.reserve(SPACE, BlockDigest(b"short"), None, PAGE_BYTES, four.owner)
+    four.tier.check_integrity()

@@ -9,6 +9,7 @@ import inspect
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,9 @@ def test_other_sequences_are_their_numbers(kind: Any) -> None:
         ([1, None], "None"),
         ([[1, 2], [3, 4]], "[1, 2]"),
         ("text", "'t'"),
+        (None, "None"),
+        (7, "7"),
+        (memoryview(bytes(4)).cast("B", (2, 2)), "memory"),
         (np.array([1.5]), "float64"),
         (np.array([True]), "bool"),
         (np.array([[1, 2]]), "2-D"),
@@ -211,8 +215,14 @@ def test_bad_tokens_are_named_and_change_nothing(tokens: Any, named: str) -> Non
 def test_a_partial_block_has_no_digest() -> None:
     assert digest_tokens(TOKENS[:15], 16, NOTHING) == []
     assert len(digest_tokens(TOKENS[:33], 16, NOTHING)) == 2
-    with pytest.raises(ConfigError, match="block_tokens"):
-        DigestChain(0, NOTHING)
+
+
+@pytest.mark.parametrize("block_tokens", [0, -1, 1 << 32, 1.5, True, "16", None])
+def test_a_block_size_that_is_none_is_refused(block_tokens: Any) -> None:
+    for make in (NOTHING.root, lambda size: DigestChain(size, NOTHING)):
+        with pytest.raises(ConfigError, match=r"block_tokens must be an integer in 1\.\.2\*\*32-1, not"):
+            make(block_tokens)
+    assert len(NOTHING.root((1 << 32) - 1)) == 32
 
 
 # ---- what must never share -------------------------------------------------------------------------------------------
@@ -264,10 +274,87 @@ def test_media_that_overlap_are_refused(media: tuple[MediaItem, ...]) -> None:
         Extras(None, None, media)
 
 
-@pytest.mark.parametrize("fields", [(b"", 0, 1), (b"a", -1, 1), (b"a", 0, 0)])
-def test_media_without_content_or_place_are_refused(fields: tuple[bytes, int, int]) -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [
+        (b"", 0, 1),
+        (b"a", -1, 1),
+        (b"a", 0, 0),
+        ("a", 0, 1),
+        (None, 0, 1),
+        (bytearray(b"a"), 0, 1),
+        (b"a", 1.0, 1),
+        (b"a", 0, 1.5),
+        (b"a", True, 1),
+        (b"a", np.uint8(3), 1),
+        (b"a", 0, None),
+        (b"a", 1 << 63, 1),
+        (b"a", 8, 1 << 63),
+        (b"a", (1 << 63) - 1, 1),
+    ],
+)
+def test_media_without_content_or_place_are_refused(fields: Any) -> None:
     with pytest.raises(TokenError, match="MediaItem"):
         MediaItem(*fields)
+
+
+def test_media_may_end_where_positions_end() -> None:
+    for item in (MediaItem(b"a", 8, (1 << 63) - 9), MediaItem(b"a", (1 << 63) - 2, 1)):
+        extras = Extras(None, None, (item,))
+        assert digest_tokens(TOKENS, 16, extras) == stated_digests(TOKENS, 16, extras)
+
+
+ITEM = MediaItem(b"a", 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("adapter", 7),
+        ("adapter", b"lora"),
+        ("salt", 7),
+        ("salt", b"salt"),
+        ("media", None),
+        ("media", [ITEM]),
+        ("media", ITEM),
+        ("media", (None,)),
+        ("media", ((b"a", 0, 1),)),
+    ],
+)
+def test_extras_of_other_types_are_refused(field: str, value: Any) -> None:
+    with pytest.raises(TokenError, match=rf"Extras\.{field} must be"):
+        dataclasses.replace(NOTHING, **{field: value})
+
+
+@pytest.mark.parametrize("extras", [None, (None, None, ())])
+def test_a_chain_wants_extras_that_say_there_are_none(extras: Any) -> None:
+    with pytest.raises(TokenError, match=r"Extras\(None, None, \(\)\)"):
+        DigestChain(16, extras)
+
+
+class CountedMedia(tuple[MediaItem, ...]):
+    """A tuple that counts how often an item is read."""
+
+    __slots__ = ()
+    reads = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        type(self).reads += 1
+        return super().__getitem__(index)
+
+    def __iter__(self) -> Iterator[MediaItem]:
+        return map(self.__getitem__, range(len(self)))
+
+
+def test_the_cost_of_many_media_grows_with_their_number_alone() -> None:
+    media = CountedMedia(MediaItem(number.to_bytes(4, "little"), 3 * number, 2) for number in range(700))
+    tokens, extras = list(range(3 * len(media))), Extras(None, None, media)
+    chain = DigestChain(4, extras)
+    CountedMedia.reads = 0
+    for start in range(0, len(tokens), 100):
+        chain.extend(tokens[start : start + 100])
+    assert CountedMedia.reads < 10 * (len(media) + len(chain.digests))
+    assert list(chain.digests) == stated_digests(tokens, 4, extras)
 
 
 def test_block_sizes_share_no_block() -> None:
@@ -301,8 +388,20 @@ def test_each_field_of_a_namespace_changes_its_digest() -> None:
     assert {field.name for field in dataclasses.fields(Namespace)} == {"model", "revision", "layout", "group", "shard"}
 
 
-@pytest.mark.parametrize(("rank", "size"), [(-1, 1), (1, 1), (0, 0)])
-def test_a_shard_lies_in_its_size(rank: int, size: int) -> None:
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("model", None), ("model", b"weights"), ("revision", 2), ("layout", "bf16"), ("group", None), ("shard", (0, 1))],
+)
+def test_a_namespace_is_checked_by_field(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"Namespace\.{field} must be"):
+        dataclasses.replace(NAMESPACE, **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("rank", "size"),
+    [(-1, 1), (1, 1), (0, 0), (0.0, 1), (0, 1.0), ("0", 1), (0, None), (False, True), (0, 1 << 32)],
+)
+def test_a_shard_lies_in_its_size(rank: Any, size: Any) -> None:
     with pytest.raises(ConfigError, match=r"Shard\.rank"):
         Shard(rank, size)
 

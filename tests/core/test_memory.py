@@ -131,6 +131,29 @@ def test_touching_that_fails_is_said_once_and_the_pool_stays_usable(
     assert "stopped at 0 of 16384 bytes" in caplog.text
 
 
+@pytest.mark.parametrize("pin", ["off", "prefer", "require"])
+def test_without_a_thread_to_touch_it_the_pool_stays_usable_and_says_so_once(
+    pin: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    memory = PoolMemory(MIB, pin=pin, pinner=Refuser(granted=MIB))
+    descriptor = Path(f"/proc/self/fd/{memory.fd}")
+    try:
+        assert not memory.wait_touched(SOON_S)
+        memory.buffer[:] = 1
+        assert memory.pinned_bytes == (MIB if pin == "require" else 0)
+    finally:
+        memory.close()
+    assert (mappings(), descriptor.exists()) == (0, False)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "can't start new thread" in record.getMessage()
+    assert ("none of it is locked" in record.getMessage()) == (pin == "prefer")
+
+
 @pytest.mark.bug("CR09", "US07")
 def test_required_pinning_refused_names_the_four_facts_and_leaves_nothing() -> None:
     pinner = Refuser(granted=MIB)

@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -432,3 +433,26 @@ def test_threads_share_a_pool_without_losing_a_slot() -> None:
     pool.check_integrity()
     assert pool.usage().used_bytes == 0
     pool.close()
+
+
+def test_a_full_pool_of_one_size_class_walks_no_slabs_for_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool of a terabyte has thousands of slabs, and when it is full each new block asks for one."""
+    memory = PoolMemory(64 * PAGE_BYTES, touch=False)
+    pool = HostPool(memory, PAGE_BYTES)
+    try:
+        with pool.owner("all") as owner:
+            assert all(pool.allocate(PAGE_BYTES, owner) for _ in range(64))
+
+            class Counted(list[Any]):
+                walks = 0
+
+                def __iter__(self) -> Iterator[Any]:
+                    Counted.walks += 1
+                    return super().__iter__()
+
+            monkeypatch.setattr(pool, "_slabs", Counted(pool._slabs))
+            assert pool.allocate(PAGE_BYTES, owner) is None
+            assert pool.slab_to_reclaim(PAGE_BYTES) == []
+            assert Counted.walks == 0
+    finally:
+        pool.close()

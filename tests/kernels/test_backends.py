@@ -1,13 +1,15 @@
 """All back ends over the conformance cases, and over random ones against the reference."""
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier_kernels import backend_names, get_backend
+from kvtier_kernels import KernelError, backend_names, get_backend
 from kvtier_kernels.testing import (
     BAD_CALLS,
     LAYOUTS,
@@ -58,6 +60,42 @@ def test_bad_calls_move_nothing(name: str, bad: BadCall) -> None:
     verify_refused(get_backend(name), bad)
 
 
+NO_INTEGERS = [
+    [0.0, 96.0],
+    None,
+    np.array([False, True]),
+    [[0], [96]],
+    [[0], [1, 2]],
+    [None, 96],
+    [0, 10**30],
+    "0",
+    {0, 96},
+    torch.tensor([0.0, 96.0]),
+    torch.tensor([0.0, 96.0], requires_grad=True),
+    torch.tensor([0.0, 96.0], dtype=torch.bfloat16),
+    torch.tensor([False, True]),
+    torch.tensor([[0], [96]]),
+    torch.tensor([0, 96], device="meta"),
+    torch.tensor([0, 96]).to_sparse(),
+    torch.tensor([0j, 96j]).conj(),
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bad", NO_INTEGERS, ids=repr)
+def test_copies_that_are_no_integers_are_refused_by_the_arguments_name(name: str, bad: Any) -> None:
+    pool, backend = Pool(PoolShape("kv_split", 16)), get_backend(name)
+    before, host = pool.clone(), host_for(2, pool.block_bytes)
+    expected = host.copy()
+    for op in (backend.gather, backend.scatter):
+        with pytest.raises(KernelError, match=r"^block_ids is "):
+            op(pool.planes, bad, host, [0, 96])
+        with pytest.raises(KernelError, match=r"^offsets is "):
+            op(pool.planes, [0, 1], host, bad)
+    pool.verify_equal(before)
+    np.testing.assert_array_equal(host, expected)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_block_may_be_gathered_twice_and_a_slot_scattered_twice(name: str) -> None:
     pool, backend = Pool(PoolShape("separate", 24)), get_backend(name)
@@ -73,6 +111,8 @@ def test_any_integer_array_and_any_offset_of_a_hole(name: str) -> None:
     np.testing.assert_array_equal(host[3 : 3 + pool.block_bytes], pool.block(8))
     backend.scatter(pool.planes, np.array([1, 2], np.uint64), host, np.array([3, 3], np.uint16))
     np.testing.assert_array_equal(pool.block(2), pool.block(8))
+    backend.scatter(pool.planes, torch.tensor([4, 5], dtype=torch.int32), host, torch.tensor([3, 3]))
+    np.testing.assert_array_equal(pool.block(5), pool.block(8))
 
 
 @pytest.mark.parametrize("name", NAMES)

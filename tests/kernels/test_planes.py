@@ -1,6 +1,7 @@
 """What BlockPlanes makes of foreign arrays, and what it refuses."""
 
 import mmap
+import re
 from typing import Any
 
 import numpy as np
@@ -145,11 +146,30 @@ def read_only() -> Any:
         (torch.zeros(1, 6).expand(4, 6), "plane 1 has a block stride of 0 bytes, less than a segment of 24"),
         (np.zeros((4, 6))[::-1], "plane 1 has a block stride of -48 bytes"),
         (GOOD, "plane 1 is the same memory as plane 0"),
+        (np.zeros((4, 6), object), "plane 1 is an array of object, which holds references"),
+        (np.zeros((4, 6), [("a", "i4"), ("b", "O")]), "plane 1 is an array of .*holds references"),
+        (np.zeros((4, 6), "V0"), "plane 1 is empty"),
+        (torch.zeros(4, 6, dtype=torch.complex64).conj(), "plane 1 is a nested, conjugated or negated view"),
+        (torch._neg_view(torch.zeros(4, 6)), "plane 1 is a nested, conjugated or negated view"),
+        (torch._neg_view(torch.zeros(4, 6, dtype=torch.uint8)), "plane 1 is a nested, conjugated or negated view"),
     ],
 )
 def test_refused_planes(bad: Any, message: str) -> None:
     with pytest.raises(KernelError, match=message):
         BlockPlanes.from_arrays([GOOD, bad])
+
+
+@pytest.mark.parametrize("good", [GOOD, torch.zeros(4, 6)])
+@pytest.mark.parametrize("block_dim", ["x", None, 0.0, True, 2, -3, 10**30, float("nan")])
+def test_refused_block_dim(good: Any, block_dim: Any) -> None:
+    with pytest.raises(KernelError, match=rf"plane 0 .*block_dim.* {re.escape(repr(block_dim))}$"):
+        BlockPlanes.from_arrays([good], block_dim)
+
+
+@pytest.mark.parametrize("arrays", [None, 5])
+def test_refused_arrays(arrays: Any) -> None:
+    with pytest.raises(KernelError, match=r"arrays is a (NoneType|int), not a sequence"):
+        BlockPlanes.from_arrays(arrays)
 
 
 def test_no_planes() -> None:
