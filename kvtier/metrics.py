@@ -157,32 +157,33 @@ class Snapshot(Protocol):
 class StatsCollector:
     """A prometheus-client collector over snapshots: `REGISTRY.register(StatsCollector(store.stats))`.
 
+    labels: put on every sample; two collectors in one registry need different ones, such as {"engine": "0"}.
+
     Takes any of kvtier's snapshots, a connector's too, and names each field `kvtier_<field>`; those of a snapshot in
     it `kvtier_<field>_<its field>`. Reads one snapshot a scrape, so that a scrape is consistent and nothing is counted
     twice.
     """
 
-    def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
+    def __init__(self, snapshot: Callable[[], Snapshot], labels: Mapping[str, str] | None = None) -> None:
         self._snapshot = snapshot
+        self._labels = dict(labels or {})
 
     def collect(self) -> Iterable[Metric]:
-        return _families("kvtier", self._snapshot())
+        return _families("kvtier", self._snapshot(), self._labels)
 
 
-def _families(prefix: str, snapshot: Snapshot) -> Iterator[Metric]:
+def _families(prefix: str, snapshot: Snapshot, labels: Mapping[str, str]) -> Iterator[Metric]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     for field in fields(snapshot):
         name, value = f"{prefix}_{field.name}", getattr(snapshot, field.name)
         help_text = field.name.replace("_", " ")
         if is_dataclass(value) and not isinstance(value, type):
-            yield from _families(name, value)
-        elif field.name in GAUGES:
-            yield GaugeMetricFamily(name, help_text, value=value)
-        elif field.name in LABELS:
-            family = CounterMetricFamily(name, help_text, labels=[LABELS[field.name]])
-            for label, count in value.items():
-                family.add_metric([str(label)], count)
-            yield family
-        else:
-            yield CounterMetricFamily(name, help_text, value=value)
+            yield from _families(name, value, labels)
+            continue
+        make = GaugeMetricFamily if field.name in GAUGES else CounterMetricFamily
+        own = [LABELS[field.name]] if field.name in LABELS else []
+        family = make(name, help_text, labels=[*labels, *own])
+        for label, count in value.items() if own else [(None, value)]:
+            family.add_metric([*labels.values(), *([str(label)] if own else [])], count)
+        yield family

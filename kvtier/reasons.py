@@ -26,8 +26,6 @@ class MissReason(StrEnum):
     """The store raised; the error is logged and counted by type."""
     RESET = "reset"
     """The cache was reset while the request ran: its KV is of before, what is stored of after."""
-    CANCELLED = "cancelled"
-    """The request ended while its restore was under way."""
 
 
 class DropReason(StrEnum):

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.config import MemorySnapshot, Settings
-from kvtier.errors import ClosedError, ForkedError, LayoutError
+from kvtier.errors import ClosedError, ConfigError, ForkedError, LayoutError
 from kvtier.keys import BlockDigest, Namespace
 from kvtier.memory import Pinner, PoolMemory
 from kvtier.metrics import StatsSnapshot, StoreCounters
@@ -50,12 +50,23 @@ class Store:
         pinner: Pinner | None = None,
         touch: bool = True,
     ) -> None:
-        """memory: what the pool's size is checked against, read from the machine if not given.
+        """Open the pool; it is usable at once. Raises ConfigError for a size or a lock that the machine refuses.
 
-        Pinner, touch: for tests.
+        memory: what the size is checked against, read from the machine if not given. pinner, touch: for tests.
         """
+        if not isinstance(settings, Settings):
+            raise ConfigError(f"settings must come from kvtier.config.load_settings, not {type(settings).__name__}")
         host = settings.host
-        pool_bytes = host.pool_bytes(memory or MemorySnapshot.read())
+        memory = memory or MemorySnapshot.read()
+        pool_bytes = host.pool_bytes(memory)
+        if pool_bytes * host.workers > memory.available_bytes:
+            logger.warning(
+                "host.size: %d bytes for each of %d workers are more than this machine has available now (%s); "
+                "lower it before the pool fills",
+                pool_bytes,
+                host.workers,
+                memory.describe(),
+            )
         self._memory = PoolMemory(pool_bytes, pin=host.pin, pinner=pinner, touch=touch)
         try:
             self._pool = HostPool(self._memory, host.slab)

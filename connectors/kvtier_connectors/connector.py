@@ -10,6 +10,7 @@ from kvtier.config import Settings
 from kvtier.errors import LayoutError
 from kvtier.executor import Executor
 from kvtier.keys import Namespace
+from kvtier.layout import KVLayout
 from kvtier.store import Space, Store
 from kvtier_connectors.contract import BlockPoolView
 from kvtier_connectors.scheduler import KVTierScheduler
@@ -32,6 +33,19 @@ def sizing_warning(host_blocks: int, gpu_blocks: int) -> str | None:
     )
 
 
+def _check_planes(planes: BlockPlanes, layout: KVLayout, num_blocks: int) -> None:
+    """That the planes are in `layout`'s order cannot be seen from here; that they are others can."""
+    expected = (layout.segment_bytes,) * layout.num_planes
+    if planes.segment_bytes != expected:
+        raise LayoutError(
+            f"the GPU pool has {planes.num_planes} planes of {sorted(set(planes.segment_bytes))} bytes a block; the "
+            f"namespace's layout says {layout.num_planes} of {layout.segment_bytes}, layer 0 keys, layer 0 values, "
+            f"layer 1 keys and so on"
+        )
+    if planes.num_blocks != num_blocks:
+        raise LayoutError(f"the block pool has {num_blocks} blocks, its planes {planes.num_blocks}")
+
+
 class Connector:
     """kvtier in one process with its engine: owns the store, unless one is given, and both halves."""
 
@@ -49,11 +63,7 @@ class Connector:
 
         store: shared with others; `settings.host` is then its own, the rest of `settings` this connector's.
         """
-        if planes.block_bytes != namespace.layout.block_bytes:
-            raise LayoutError(
-                f"the GPU pool's blocks have {planes.block_bytes} bytes, "
-                f"those of the namespace's layout {namespace.layout.block_bytes}"
-            )
+        _check_planes(planes, namespace.layout, pool.num_blocks)
         self._owns_store = store is None
         self.store = Store(settings) if store is None else store
         try:

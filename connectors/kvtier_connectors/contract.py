@@ -97,9 +97,9 @@ class RequestInfo:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """num_blocks: blocks after the local ones that could land now.
+    """What could be restored of a prompt.
 
-    Miss: why the next one could not, None if none is left.
+    num_blocks: blocks after the local ones that could land now. miss: why the next one could not; None if none is left.
     """
 
     num_blocks: int
@@ -159,7 +159,7 @@ class CopyFailure(StrEnum):
 class CopyResult:
     """The end of a job, told once.
 
-    Copied: one positive verdict per block, in the job's order. seconds: copying time.
+    copied: one positive verdict per block, in the job's order. seconds: copying time.
     """
 
     job_id: int
@@ -205,9 +205,9 @@ class ConnectorScheduler(ABC):
         max_blocks: as in `match`, the blocks that a restore might have served: those asked for, in the hit rate.
 
         The destinations are the request's blocks `num_local_blocks ..`, allocated, referenced, not matchable. Returns
-        for how many
-        of them, from the first, a restore began; for those the engine waits for the RestoreOutcome, the rest it
-        computes. They stay pinned until then, even if the request ends first. 0: nothing began and nothing is pinned.
+        for how many of them, from the first, a restore began; for those the engine waits for the RestoreOutcome, the
+        rest it computes. 0: nothing began and nothing is pinned. They stay pinned until the last copy ended. A request
+        that ends first gets no outcome: the engine gives up its blocks at once, and the pins keep them from reuse.
         """
 
     @abstractmethod

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import numpy as np
+
 from kvtier.clock import Clock, MonotonicClock
 from kvtier.config import Settings
-from kvtier.errors import LayoutError, TokenError
+from kvtier.errors import ClosedError, LayoutError, TokenError
 from kvtier.executor import Executor
 from kvtier.keys import BlockDigest, Extras, Namespace, digest_tokens
 from kvtier.store import Store
@@ -32,7 +34,7 @@ NO_EXTRAS = Extras(adapter=None, salt=None, media=())
 
 
 class TextStream:
-    """Turns one request's tokens into final text.
+    """Turns one request's tokens into final text. What it raises ends its request, with FinishReason.ERROR.
 
     The base class puts out none. `kvtier_engine.llm` has the real one.
     """
@@ -62,8 +64,15 @@ class StepResult:
     """Tokens computed."""
 
 
+def _is_integer(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
 class Engine:
     """Owns scheduler, runner and connector, and is their one caller. Not thread-safe: one thread makes every call.
+
+    Not safe across fork. After an exception that is not one of kvtier's (a KeyboardInterrupt, say) came out of a call,
+    close it and open another: it may have hit anywhere.
 
     `step` never blocks on a copy or a tier; it runs the model. `wait` is for the loop around it.
     """
@@ -83,7 +92,7 @@ class Engine:
     ) -> None:
         """settings: kvtier's, or None to run without it.
 
-        Store: shared with others, else opened here. Raises ConfigError or LayoutError.
+        store: shared with others, else opened here. Raises ConfigError or LayoutError.
         """
         layout = runner.layout
         if namespace.layout != layout:
@@ -122,16 +131,20 @@ class Engine:
         stream: TextStream | None = None,
         restore: bool = True,
     ) -> None:
-        """Queue a prompt of token ids. Raises a RequestError or TokenError, before anything is scheduled, if it can
-        never run.
+        """Queue a prompt of token ids.
+
+        Raises a RequestError or TokenError, before anything is scheduled, if it can never run, and ClosedError after
+        `close`.
 
         extras: adapter, salt and media, which separate its KV from others'. restore: False computes what the engine's
         own prefix cache does not hold, whatever the tiers do.
         """
+        if self._closed:
+            raise ClosedError("the engine is closed; open another")
         self._check_prompt(request_id, prompt)
         request = Request(
             request_id,
-            prompt,
+            [int(token) for token in prompt],
             params,
             self._make_sampler(params),
             extras,
@@ -164,8 +177,8 @@ class Engine:
 
     def step(self) -> StepResult:
         """Consume copies that ended, schedule, start copies, run the model once, publish. Raises nothing a request
-        caused:
-        a failing forward ends its requests with FinishReason.ERROR."""
+        caused: a failing forward ends its requests with FinishReason.ERROR, a token that cannot be, a failing sampler
+        or a failing stream the one request."""
         outcomes = self._collect_copies()
         scheduled, verdict = self.scheduler.schedule(outcomes, copies_in_flight=self._copies_in_flight)
         self._start_copies()
@@ -250,18 +263,33 @@ class Engine:
             self.connector.worker.submit(plan, WRITTEN)
 
     def _forward(self, scheduled: list[Scheduled]) -> list[RequestOutput]:
+        batch = [self._batch_item(share) for share in scheduled]
         try:
-            tokens = self._runner.execute([self._batch_item(share) for share in scheduled])
+            tokens = self._execute(batch)
         except Exception as error:  # the model's failure is the batch's, not the engine's
             logger.exception("the forward of %d requests failed", len(scheduled))
             return [self._fail(share.request, f"the forward failed: {error!r}") for share in scheduled]
         now = self._clock.now()
         outputs: list[RequestOutput] = []
-        for share, token in zip(scheduled, tokens, strict=True):
+        for share, item, token in zip(scheduled, batch, tokens, strict=True):
+            request = share.request
+            if request.finish_reason is not None:
+                continue  # the stream of another request aborted it
+            problem = self._describe_bad_token(request, item, token)
+            if problem is not None:
+                logger.error("request %s: %s", request.request_id, problem, exc_info=request.sampler.error)
+                outputs.append(self._fail(request, problem))
+                continue
             self.scheduler.confirm(share, token, now)
             if token is not None:
-                outputs.append(self._put_out(share.request, token))
+                outputs.append(self._put_out(request, token))
         return outputs
+
+    def _execute(self, batch: Sequence[BatchItem]) -> list[int | None]:
+        tokens = list(self._runner.execute(batch))
+        if len(tokens) != len(batch):
+            raise ValueError(f"the model returned {len(tokens)} tokens for {len(batch)} requests")
+        return tokens
 
     def _batch_item(self, share: Scheduled) -> BatchItem:
         request = share.request
@@ -269,17 +297,32 @@ class Engine:
         sampler = request.sampler if end == len(request.tokens) else None
         return BatchItem(request.request_id, request.tokens[start:end], start, request.block_table, sampler)
 
+    def _describe_bad_token(self, request: Request, item: BatchItem, token: object) -> str | None:
+        """Why what the runner returned for a request cannot be taken; None when it can."""
+        if request.sampler.error is not None:
+            return f"sampling failed: {request.sampler.error!r}"
+        if item.sampler is None:
+            return None if token is None else f"the model sampled {token!r} before the prompt's end"
+        if type(token) is not int or not 0 <= token < self._runner.vocab_size:
+            return f"the model sampled {token!r}; its tokens are 0..{self._runner.vocab_size - 1}"
+        return None
+
     def _put_out(self, request: Request, token: int) -> RequestOutput:
-        reason = self._finish_reason(request, token)
-        stream = self._streams[request.request_id]
-        is_end_token = reason is FinishReason.STOP
-        text = "" if is_end_token else stream.push(token)
-        if reason is None and stream.stopped:
-            reason = FinishReason.STOP
+        reason, error = self._finish_reason(request, token), None
+        stream, text = self._streams[request.request_id], ""
+        try:
+            if reason is not FinishReason.STOP:  # an end token has no text
+                text += stream.push(token)
+            if reason is None and stream.stopped:
+                reason = FinishReason.STOP
+            if reason is not None:
+                text += stream.finish()
+        except Exception as raised:  # a stream is the caller's code, and may raise anything
+            logger.exception("the text stream of request %s failed", request.request_id)
+            reason, error = FinishReason.ERROR, f"the text stream failed: {raised!r}"
         if reason is not None:
-            text += stream.finish()
-            self.scheduler.finish(request.request_id, reason)
-            del self._streams[request.request_id]
+            self.scheduler.finish(request.request_id, reason, error)
+            self._streams.pop(request.request_id, None)
         return self._output(request, (token,), text)
 
     def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
@@ -296,7 +339,12 @@ class Engine:
         return self._last_output(request)
 
     def _last_output(self, request: Request) -> RequestOutput:
-        return self._output(request, (), self._streams.pop(request.request_id).finish())
+        text = ""
+        try:
+            text += self._streams.pop(request.request_id).finish()
+        except Exception:  # it has ended for another reason, and that one is reported
+            logger.exception("the text stream of request %s failed at its end", request.request_id)
+        return self._output(request, (), text)
 
     @staticmethod
     def _output(request: Request, new: tuple[int, ...], text: str) -> RequestOutput:
@@ -324,11 +372,10 @@ class Engine:
                 f"request {request_id!r} has a prompt of {len(prompt)} tokens, which with one token of output is more "
                 f"than max_model_len {self.max_model_len}; shorten it, or raise max_model_len or num_blocks"
             )
-        bad = next((t for t in prompt if type(t) is not int or not 0 <= t < self._runner.vocab_size), None)
+        last = self._runner.vocab_size - 1
+        bad = next((t for t in prompt if not _is_integer(t) or not 0 <= t <= last), None)
         if bad is not None:
-            raise TokenError(
-                f"request {request_id!r} has token {bad!r}; this model's are 0..{self._runner.vocab_size - 1}"
-            )
+            raise TokenError(f"request {request_id!r} has token {bad!r}; this model's are 0..{last}")
 
     def _describe_stall(self, request: Request) -> str:
         return (

@@ -67,7 +67,13 @@ class HFRunner(ModelRunner):
         model = _load_model(Path(model_dir), _DTYPES[dtype], _device(device))
         _check_model(model)
         shape = (layout.num_layers, 2, num_blocks, block_tokens, layout.num_kv_heads, layout.head_dim)
-        pool = torch.zeros(shape, dtype=_DTYPES[dtype], device=device)
+        try:
+            pool = torch.zeros(shape, dtype=_DTYPES[dtype], device=device)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"a pool of num_blocks = {num_blocks} blocks of {layout.block_bytes} bytes does not fit the memory of "
+                f"{device}; lower num_blocks"
+            ) from error
         runner = cls(model, pool, layout, max_positions=max_positions)
         runner._probe()
         return runner
@@ -196,6 +202,7 @@ def _device(device: str) -> torch.device:
 
 
 def _load_model(model_dir: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     register()
@@ -214,7 +221,7 @@ def _load_model(model_dir: Path, dtype: torch.dtype, device: torch.device) -> An
             raise
         message = "it looks up attention in a table of its own, not through transformers' attention interface"
         raise LayoutError(f"the model in {model_dir} cannot be served: {message}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"cannot load the model in {model_dir}: {error}") from error
     on_device: Any = model.to(device)
     return on_device.eval().requires_grad_(requires_grad=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -12,6 +12,7 @@ from kvtier.config import Settings
 from kvtier.keys import Namespace, Shard
 from kvtier_engine.config import EngineConfig
 from kvtier_engine.engine import NO_EXTRAS, Engine, StepResult, TextStream
+from kvtier_engine.errors import RequestError
 from kvtier_engine.request import FinishReason, RequestOutput
 from kvtier_engine.sampling import SamplingParams
 from kvtier_engine.scheduler import Verdict
@@ -58,13 +59,15 @@ class _DetokenizedStream(TextStream):
 
 
 class LLM:
-    """Owns an engine over one model directory. Not thread-safe: one thread makes every call.
+    """Owns an engine over one model directory, and what its requests put out until it is read. Not thread-safe: one
+    thread makes every call.
 
         with LLM(model_dir, num_blocks=1024, settings=load_settings()) as llm:
             print(llm.generate(["The capital of France is"], SamplingParams(max_tokens=8))[0].text)
 
     settings: kvtier's, or None to run without it. Raises ConfigError or LayoutError for a model, a size or a setting
-    that cannot work.
+    that cannot work. Not safe across fork. After an exception that is not one of kvtier's (a KeyboardInterrupt, say)
+    came out of a call, close it and open another: it may have hit anywhere.
     """
 
     def __init__(
@@ -109,6 +112,9 @@ class LLM:
         self.tokenizer = tokenizer
         self.engine = Engine(runner, namespace, config or EngineConfig(), settings, eos_token_ids=runner.eos_token_ids)
         self._ids = itertools.count()
+        # By request, all that was put out since it was last read: one output, so that many steps take little memory.
+        self._unread: dict[str, RequestOutput] = {}
+        self._has_reader: set[str] = set()  # requests of `generate` and `stream`, whose outputs `step` leaves alone
 
     # ---- whole answers -------------------------------------------------------------------------------------------
 
@@ -117,39 +123,45 @@ class LLM:
     ) -> list[Completion]:
         """Complete every prompt (text, or token ids), batched; the answers in the prompts' order.
 
-        Raises a RequestError, with nothing scheduled of that prompt or a later one, for a prompt that can never run.
+        Other requests run beside them. Raises a RequestError, with nothing left scheduled of any of the prompts, for
+        one that can never run.
         """
-        ids = []
+        if isinstance(prompts, str):
+            raise RequestError("generate takes a list of prompts, not one string: put it in a list")
+        ids: list[str] = []
         try:
             for prompt in prompts:
-                ids.append(self.add_request(prompt, params, restore=restore))  # noqa: PERF401 - ids are undone below
-        except BaseException:
+                ids.append(self.add_request(prompt, params, restore=restore))
+                self._has_reader.add(ids[-1])
             for request_id in ids:
-                self.abort(request_id)
-            raise
-        texts = dict.fromkeys(ids, "")
-        last: dict[str, RequestOutput] = {}
-        for output in self._run():
-            if output.request_id in texts:
-                texts[output.request_id] += output.new_text
-                last[output.request_id] = output
-        return [_completion(last[request_id], texts[request_id]) for request_id in ids]
+                while request_id in self.engine.scheduler:
+                    self._advance()
+            while self.engine.has_work and not self.engine.num_unfinished:  # copies that still touch the pool
+                self._advance()
+            return [_completion(self._unread[request_id]) for request_id in ids]
+        finally:
+            for request_id in ids:
+                self._forget(request_id)
 
     def chat(self, messages: Sequence[Mapping[str, str]], params: SamplingParams) -> Completion:
         """Answer a conversation (`{"role": ..., "content": ...}` each) by the model's own chat template."""
         return self.generate([self.tokenizer.encode_chat(messages)], params)[0]
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams) -> Iterator[RequestOutput]:
-        """One prompt's outputs as they come. Ending the iteration early aborts the request."""
+        """One prompt's outputs as they come, from the first `next` on. Ending the iteration early aborts the request.
+
+        Other requests run beside it. What came while another call stepped the engine comes as one output.
+        """
         request_id = self.add_request(prompt, params)
+        self._has_reader.add(request_id)
         try:
-            for output in self._run():
-                if output.request_id == request_id:
-                    yield output
-                    if output.finished:
-                        return
+            while request_id in self._unread or request_id in self.engine.scheduler:
+                if request_id in self._unread:
+                    yield self._unread.pop(request_id)
+                else:
+                    self._advance()
         finally:
-            self.abort(request_id)
+            self._forget(request_id)
 
     # ---- step by step --------------------------------------------------------------------------------------------
 
@@ -162,23 +174,42 @@ class LLM:
         extras: Extras = NO_EXTRAS,
         restore: bool = True,
     ) -> str:
-        """Queue a prompt; its id. Raises as `Engine.add_request`."""
+        """Queue a prompt for `step`; its id. Raises as `Engine.add_request`. An id is in use until its last output was
+        read."""
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         name = f"request-{next(self._ids)}" if request_id is None else request_id
+        if name in self._unread or name in self._has_reader:
+            raise RequestError(f"request id {name!r} is in use; read its last output or choose another")
         stream = _DetokenizedStream(self.tokenizer, params.stop)
         self.engine.add_request(name, tokens, params, extras=extras, stream=stream, restore=restore)
         return name
 
     def step(self) -> StepResult:
-        """One step of the engine; see `Engine.step`."""
-        return self.engine.step()
+        """One step of the engine; see `Engine.step`. Its outputs are those of `add_request`'s requests, with what came
+        while `generate` or a stream stepped the engine."""
+        result = self._step()
+        ids = [request_id for request_id in self._unread if request_id not in self._has_reader]
+        return replace(result, outputs=tuple(self._unread.pop(request_id) for request_id in ids))
+
+    @property
+    def has_work(self) -> bool:
+        """Keep calling `step` while this holds: the engine has work, or there are outputs to read."""
+        return self.engine.has_work or not self._unread.keys() <= self._has_reader
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request in any state."""
-        return self.engine.abort(request_id)
+        """End a request in any state. What it put out since it was last read; None when it is not live and all was
+        read."""
+        output = self.engine.abort(request_id)
+        if output is not None:
+            self._keep(output)
+        if request_id in self._has_reader:
+            return self._unread.get(request_id)
+        return self._unread.pop(request_id, None)
 
     def close(self) -> None:
+        """Abort what is left and close the engine. Idempotent."""
         self.engine.close()
+        self._unread.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -186,20 +217,35 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self) -> Iterator[RequestOutput]:
-        """Step until nothing is unfinished and no copy is under way."""
-        while self.engine.has_work:
-            result = self.engine.step()
-            yield from result.outputs
-            if result.verdict is not Verdict.OK:
-                self.engine.wait(WAIT_S)
+    def _step(self) -> StepResult:
+        result = self.engine.step()
+        for output in result.outputs:
+            self._keep(output)
+        return result
+
+    def _advance(self) -> None:
+        if self._step().verdict is not Verdict.OK:
+            self.engine.wait(WAIT_S)
+
+    def _keep(self, output: RequestOutput) -> None:
+        unread = self._unread.get(output.request_id)
+        if unread is not None:
+            new_tokens, new_text = unread.new_token_ids + output.new_token_ids, unread.new_text + output.new_text
+            output = replace(output, new_token_ids=new_tokens, new_text=new_text)
+        self._unread[output.request_id] = output
+
+    def _forget(self, request_id: str) -> None:
+        """A reader is done with its request."""
+        self.engine.abort(request_id)
+        self._has_reader.discard(request_id)
+        self._unread.pop(request_id, None)
 
 
-def _completion(output: RequestOutput, text: str) -> Completion:
+def _completion(output: RequestOutput) -> Completion:
     assert output.finish_reason is not None
     return Completion(
         request_id=output.request_id,
-        text=text,
+        text=output.new_text,
         token_ids=output.token_ids,
         finish_reason=output.finish_reason,
         num_prompt_tokens=output.num_prompt_tokens,

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
+from typing import TYPE_CHECKING
 
 from kvtier.keys import DigestChain, Extras
 from kvtier_engine.sampling import Sampler, SamplingParams
 
-__all__ = ["FinishReason", "Request", "RequestOutput", "RequestState"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["FinishReason", "GuardedSampler", "Request", "RequestOutput", "RequestState"]
 
 
 class RequestState(Enum):
@@ -29,14 +33,14 @@ class FinishReason(StrEnum):
     ABORT = "abort"
     """The caller ended it."""
     ERROR = "error"
-    """The forward failed, or the request could not go on; `error` says why."""
+    """The forward, the sampler or the text stream failed, or the request could not go on; `error` says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What one step added to a request.
+    """What one step added to a request, or several steps whose outputs `LLM` joined.
 
-    new_token_ids: tokens of this step. token_ids: all output tokens so far. new_text: text that is final by now.
+    new_token_ids: their tokens. token_ids: all output tokens so far. new_text: text that is final by now.
     gpu_hit_tokens, restored_tokens: prompt tokens not computed at the first admission, by where their KV was.
     ttft_s: from arrival to first token, None before it.
     """
@@ -57,6 +61,25 @@ class RequestOutput:
         return self.finish_reason is not None
 
 
+class GuardedSampler(Sampler):
+    """A sampler whose exceptions stay its request's own: `draw` keeps the first in `error`, so that the batch goes on.
+
+    After one, what `draw` returns means nothing.
+    """
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.params = sampler.params
+        self.error: Exception | None = None
+        self._sampler = sampler
+
+    def draw(self, logits: Tensor) -> int:
+        try:
+            return self._sampler.draw(logits)
+        except Exception as error:  # noqa: BLE001 - the engine logs it, with the request's id
+            self.error = self.error or error
+            return 0
+
+
 class Request:
     """A live request. Owned by the scheduler; nobody else writes it."""
 
@@ -74,7 +97,7 @@ class Request:
     ) -> None:
         self.request_id = request_id
         self.params = params
-        self.sampler = sampler
+        self.sampler = GuardedSampler(sampler)
         self.arrival = arrival
         self.restore = restore
         self.tokens = list(prompt)
@@ -125,8 +148,9 @@ class Request:
         return tuple(self.tokens[start : start + self._block_tokens])
 
     def append(self, token: int, now: float) -> None:
-        self.tokens.append(token)
+        """Add an output token. Raises TokenError, with nothing changed, for one that cannot be hashed."""
         self.chain.extend([token])
+        self.tokens.append(token)
         if self.first_token_at is None:
             self.first_token_at = now
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -55,7 +55,7 @@ class Scheduler:
         self, pool: BlockPool, connector: ConnectorScheduler | None, config: EngineConfig, block_tokens: int
     ) -> None:
         self.pool = pool
-        self.waiting: deque[Request] = deque()
+        self.waiting: OrderedDict[Request, None] = OrderedDict()  # an ordered set: any of many can leave it at once
         self.running: list[Request] = []
         self.num_preemptions = 0
         self._connector = connector
@@ -81,7 +81,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         self._requests[request.request_id] = request
-        self.waiting.append(request)
+        self.waiting[request] = None
         if self._connector is not None:
             self._connector.start_request(RequestInfo(request.request_id, request.chain.digests, request.restore))
 
@@ -92,7 +92,7 @@ class Scheduler:
         if request is None:
             return None
         if request.state is RequestState.WAITING:
-            self.waiting.remove(request)
+            del self.waiting[request]
         else:
             self.running.remove(request)
         self._scheduled.pop(request_id, None)
@@ -208,7 +208,7 @@ class Scheduler:
 
     def _admit_waiting(self, budget: int) -> None:
         while self.waiting and budget and len(self.running) < self._config.max_num_seqs:
-            request = self.waiting[0]
+            request = next(iter(self.waiting))
             if (
                 self.running
                 and request.refused_with_free is not None
@@ -220,7 +220,7 @@ class Scheduler:
                 request.refused_with_free = self.pool.num_free
                 break
             request.refused_with_free = None
-            self.waiting.popleft()
+            del self.waiting[request]
             self._admit(request, local)
             if request.state is RequestState.RUNNING:
                 budget -= self._run_chunk(request, budget)
@@ -257,7 +257,7 @@ class Scheduler:
         """The request to fail when two steps in a row stalled; None otherwise."""
         if self._num_stalls < 2:
             return None
-        return self.running[0] if self.running else self.waiting[0]
+        return self.running[0] if self.running else next(iter(self.waiting))
 
     # ---- blocks --------------------------------------------------------------------------------------------------
 
@@ -324,7 +324,8 @@ class Scheduler:
             victim.state = RequestState.WAITING
             victim.num_preemptions += 1
             self.num_preemptions += 1
-            self.waiting.appendleft(victim)
+            self.waiting[victim] = None
+            self.waiting.move_to_end(victim, last=False)
             logger.info("preempted request %s: %d tokens", victim.request_id, len(victim.tokens))
             return True
         return False

@@ -38,14 +38,20 @@ def ensure_default_model(progress: Progress) -> Path:
     """The directory of the default model, ready for `HFRunner.load`; converts it first if this user never has.
 
     The conversion takes about half a minute, 1 GB of memory and 272 MB of disk, and says so through `progress`; while
-    another process converts, this one waits for it. Raises ConfigError if a package is missing, OSError if the cache
-    cannot be written. Any thread, any number of processes.
+    another process converts, this one waits for it. Raises ConfigError if a package is missing or the cache cannot be
+    written. Any thread, any number of processes.
     """
     gguf = _find_gguf()
     target = _model_dir(gguf)
     if not target.is_dir():
         _require_converter()
-        convert_once(gguf, target, _convert_gguf, progress)
+        try:
+            convert_once(gguf, target, _convert_gguf, progress)
+        except OSError as error:
+            raise ConfigError(
+                f"the default model cannot be converted to {target} ({error}); free space there, or name another cache "
+                f"directory by XDG_CACHE_HOME"
+            ) from error
     return target
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -86,6 +87,12 @@ _SECTIONS = tuple(section for section, _ in _sections())
 _VARIABLES = {variable_name(name): name for name in _FIELDS}
 
 
+# What Kubernetes puts into every container beside a Service named kvtier or kvtier-something.
+_KUBERNETES = re.compile(
+    r"KVTIER(_[A-Z0-9]+)*?_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT(_\d+_(TCP|UDP|SCTP)(_[A-Z]+)?)?)"
+)
+
+
 def _path_from(env: Mapping[str, str]) -> Path | None:
     if FILE_VARIABLE not in env:
         return None
@@ -117,7 +124,7 @@ def _from_file(path: Path, named_by: str) -> dict[str, _Value]:
 def _from_environment(env: Mapping[str, str]) -> dict[str, _Value]:
     values = {}
     for variable in sorted(env):
-        if not variable.upper().startswith(PREFIX) or variable == FILE_VARIABLE:
+        if not variable.upper().startswith(PREFIX) or variable == FILE_VARIABLE or _KUBERNETES.fullmatch(variable):
             continue
         name = _VARIABLES.get(variable)
         if name is None:

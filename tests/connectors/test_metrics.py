@@ -41,3 +41,14 @@ def test_the_ledger_is_exported_by_reason() -> None:
         ("kvtier_live_requests",): 5,
         ("kvtier_in_flight_blocks",): 6,
     }
+
+
+def test_two_engines_share_a_registry_by_labels() -> None:
+    ledger = LedgerSnapshot(due=1, stored=1, dropped={DropReason.ORPHAN: 2}, pending=0)
+    registry = CollectorRegistry()
+    for engine in ("0", "1"):
+        registry.register(StatsCollector(lambda: ledger, labels={"engine": engine}))
+    text = generate_latest(registry).decode()
+    assert 'kvtier_due_total{engine="0"} 1.0' in text
+    assert 'kvtier_due_total{engine="1"} 1.0' in text
+    assert 'kvtier_dropped_total{engine="1",reason="orphan"} 2.0' in text

@@ -203,3 +203,11 @@ assert not {{"torch", "transformers", "kvtier_engine"}} & set(sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_small_blocks_do_not_make_it_long() -> None:
+    """What counts is blocks as much as bytes: a pool of small slots holds hundreds of thousands."""
+    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=3, dtype="int8", block_tokens=1)
+    report = run_selftest(Settings(host=HostSettings(size=1 << 30)), layout, seed=1)
+    assert report.ok
+    assert report.blocks_stored < 10_000

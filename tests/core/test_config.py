@@ -290,3 +290,26 @@ def test_the_document_lists_each_setting_variable_and_default() -> None:
     assert [variable for _, variable, _ in rows] == [variable_name(name) for name in setting_fields()]
     documented = load_settings(env={variable: default for _, variable, default in rows})
     assert documented == Settings()
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [
+        "KVTIER_SERVICE_HOST",
+        "KVTIER_SERVICE_PORT",
+        "KVTIER_SERVICE_PORT_HTTP",
+        "KVTIER_PORT",
+        "KVTIER_PORT_8080_TCP",
+        "KVTIER_PORT_8080_TCP_ADDR",
+        "KVTIER_SERVER_SERVICE_HOST",
+        "KVTIER_SERVER_PORT_9100_UDP_PROTO",
+    ],
+)
+def test_what_kubernetes_sets_for_a_service_named_kvtier_is_no_mistake(variable: str) -> None:
+    assert load_settings(env={variable: "tcp://10.0.0.1:8080"}) == Settings()
+
+
+@pytest.mark.parametrize("variable", ["KVTIER_HOST_SIZE", "KVTIER_PORTS", "KVTIER_DEBUG"])
+def test_what_only_looks_like_it_is_refused(variable: str) -> None:
+    with pytest.raises(ConfigError, match=variable):
+        load_settings(env={variable: "1"})

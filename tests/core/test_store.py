@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.config import HostSettings, MemorySnapshot, Settings
+from kvtier.config import HostSettings, MemorySnapshot, Settings, load_settings
 from kvtier.errors import ClosedError, ConfigError, LayoutError
 from kvtier.keys import BlockDigest, Extras, Key, MediaItem, Namespace, Shard, digest_tokens
 from kvtier.layout import KVLayout
@@ -476,3 +476,18 @@ def test_a_process_told_to_end_during_a_store_ends(handled: bool) -> None:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=EXIT_S)
     assert process.returncode == (7 if handled else -signal.SIGTERM)
+
+
+def test_a_pool_larger_than_what_is_available_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    memory = MemorySnapshot(total_bytes=1 << 30, available_bytes=1 << 20)
+    settings = load_settings(env={}, overrides={"host.size": "2MiB", "host.slab": "64KiB"})
+    with Store(settings, memory=memory, touch=False):
+        pass
+    (record,) = [record for record in caplog.records if record.name == "kvtier.store"]
+    assert "host.size" in record.getMessage()
+    assert "available" in record.getMessage()
+
+
+def test_settings_of_another_kind_are_one_clear_error() -> None:
+    with pytest.raises(ConfigError, match="load_settings"):
+        Store({"host.size": "1GiB"})  # type: ignore[arg-type]

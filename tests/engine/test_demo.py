@@ -82,6 +82,7 @@ def test_a_flipped_byte_is_noticed(tiny_model: Path) -> None:
     done = run_demo("--model", str(tiny_model), "--sessions", "5", "--json", "--corrupt")
     assert done.returncode == 1, done.stderr
     assert json.loads(done.stdout)["kv_bit_equal"] is False
+    assert "FAILED" in done.stderr
 
 
 def test_a_directory_without_a_model_is_one_clear_line(tmp_path: Path) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.errors import ConfigError, LayoutError, TokenError
+from kvtier.errors import ClosedError, ConfigError, LayoutError, TokenError
 from kvtier.keys import Extras, MediaItem, Namespace, Shard
 from kvtier.layout import KVLayout
 from kvtier.reasons import DropReason
@@ -17,9 +18,9 @@ from kvtier.testing import FakeClock, InlineExecutor
 from kvtier_engine.config import EngineConfig, resolve_max_model_len
 from kvtier_engine.engine import NO_EXTRAS, Engine, TextStream
 from kvtier_engine.errors import EmptyPromptError, PromptTooLongError, RequestError
-from kvtier_engine.request import FinishReason, Request, RequestState
+from kvtier_engine.request import FinishReason, Request, RequestOutput, RequestState
 from kvtier_engine.runner import BatchItem
-from kvtier_engine.sampling import SamplingParams
+from kvtier_engine.sampling import Sampler, SamplingParams
 from kvtier_engine.scheduler import Verdict
 from kvtier_engine.testing import FakeRunner, expected_tokens
 from kvtier_engine.testing.rig import EngineRig, namespace_of, tiny_settings, tiny_store
@@ -398,6 +399,201 @@ def test_r23_two_equal_prompts_in_a_step_share_from_then_on(open_rig: OpenRig) -
     rig.verify_quiet()
 
 
+# ---- what a runner, a sampler or a stream gets wrong -----------------------------------------------------------------
+
+
+def lying(rig: EngineRig, lie: Callable[[list[int | None]], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next forward's result goes through `lie`; later ones are the truth."""
+    honest = rig.runner.execute
+    lies = [lie]
+
+    def execute(batch: Sequence[BatchItem]) -> Any:
+        tokens = honest(batch)
+        return lies.pop()(tokens) if lies else tokens
+
+    monkeypatch.setattr(rig.runner, "execute", execute)
+
+
+@pytest.mark.parametrize("token", [-1, 50_000, 1 << 32, 2.0, True, "7", None])
+def test_a_token_that_cannot_be_fails_its_request_alone(
+    open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch, token: object
+) -> None:
+    rig = open_rig(policy="write_through")
+    lying(rig, lambda tokens: [token, *tokens[1:]], monkeypatch)
+    rig.add("a", prompt(12), max_tokens=3)
+    rig.add("b", prompt(12, 100), max_tokens=3)
+    rig.run()
+    assert (rig.finished["a"].finish_reason, rig.finished["a"].token_ids) == (FinishReason.ERROR, ())
+    assert rig.finished["a"].error == f"the model sampled {token!r}; its tokens are 0..49999"
+    assert rig.finished["b"].finish_reason is FinishReason.LENGTH
+    again = rig.generate(prompt(12), max_tokens=3)
+    assert (again.gpu_hit_tokens, again.restored_tokens, again.error) == (0, 0, None)
+    rig.verify_quiet()
+
+
+def test_a_token_before_the_prompts_end_fails_the_request(open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = open_rig(max_batch_tokens=8)
+    lying(rig, lambda _tokens: [7], monkeypatch)
+    output = rig.generate(prompt(12))
+    assert output.error == "the model sampled 7 before the prompt's end"
+    assert rig.generate(prompt(12)).gpu_hit_tokens == 0
+
+
+@pytest.mark.parametrize("lie", [lambda t: t[:1], lambda t: [*t, 7], lambda _t: [], lambda _t: None])
+def test_a_result_of_another_length_fails_the_batch(
+    open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch, lie: Callable[[list[int | None]], Any]
+) -> None:
+    rig = open_rig(policy="write_through")
+    lying(rig, lie, monkeypatch)
+    rig.add("a", prompt(12), max_tokens=3)
+    rig.add("b", prompt(12, 100), max_tokens=3)
+    rig.step()
+    for name in "ab":
+        assert (rig.finished[name].finish_reason, rig.finished[name].token_ids) == (FinishReason.ERROR, ())
+        assert str(rig.finished[name].error).startswith("the forward failed: ")
+    assert not any(map(rig.engine.pool.is_published, range(8)))
+    assert rig.generate(prompt(12), max_tokens=3).error is None
+    rig.verify_quiet()
+
+
+class FailingStream(TextStream):
+    """Raises from its `num_good`-th use of one method on."""
+
+    def __init__(self, method: str, num_good: int) -> None:
+        self.method = method
+        self.left = num_good
+
+    def use(self, method: str) -> None:
+        if method == self.method:
+            self.left -= 1
+            if self.left < 0:
+                raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+
+    @property
+    def stopped(self) -> bool:
+        self.use("stopped")
+        return False
+
+    def push(self, token: int) -> str:
+        self.use("push")
+        return f"<{token}>"
+
+    def finish(self) -> str:
+        self.use("finish")
+        return "!"
+
+
+def add_with_stream(rig: EngineRig, request_id: str, stream: TextStream, max_tokens: int = 4) -> None:
+    rig.prompts[request_id] = prompt(9, 1000)
+    rig.engine.add_request(request_id, prompt(9, 1000), SamplingParams(max_tokens=max_tokens), stream=stream)
+
+
+@pytest.mark.parametrize(
+    ("method", "num_good", "num_tokens"), [("push", 0, 1), ("push", 2, 3), ("stopped", 1, 2), ("finish", 0, 4)]
+)
+def test_a_stream_that_raises_ends_its_request_alone(
+    open_rig: OpenRig, method: str, num_good: int, num_tokens: int
+) -> None:
+    rig = open_rig()
+    add_with_stream(rig, "a", FailingStream(method, num_good))
+    rig.add("b", prompt(9, 100), max_tokens=6)
+    rig.run()
+    output = rig.finished["a"]
+    assert (output.finish_reason, len(output.token_ids)) == (FinishReason.ERROR, num_tokens)
+    assert output.new_token_ids == output.token_ids[-1:], "the token it failed at is put out"
+    assert str(output.error).startswith("the text stream failed: UnicodeDecodeError(")
+    assert (rig.finished["b"].finish_reason, len(rig.finished["b"].token_ids)) == (FinishReason.LENGTH, 6)
+    rig.verify_quiet()
+
+
+def test_a_stream_that_gives_no_text_ends_its_request_alone(open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = open_rig()
+    stream = TextStream()
+    monkeypatch.setattr(stream, "push", lambda _token: None)
+    add_with_stream(rig, "a", stream)
+    rig.run()
+    assert str(rig.finished["a"].error).startswith("the text stream failed: TypeError(")
+    assert len(rig.finished["a"].token_ids) == 1
+
+
+def test_a_stream_that_raises_does_not_hinder_an_abort_a_failure_or_closing(open_rig: OpenRig) -> None:
+    rig = open_rig()
+    add_with_stream(rig, "aborted", FailingStream("finish", 0))
+    output = rig.abort("aborted")
+    assert output is not None
+    assert (output.finish_reason, output.new_text) == (FinishReason.ABORT, "")
+    failing(rig, 1)
+    add_with_stream(rig, "failed", FailingStream("finish", 0))
+    rig.run()
+    assert str(rig.finished["failed"].error).startswith("the forward failed: RuntimeError(")
+    add_with_stream(rig, "closed", FailingStream("finish", 0))
+    add_with_stream(rig, "closed too", TextStream())
+    rig.engine.close()
+    rig.verify_quiet()
+
+
+def test_a_stream_that_aborts_another_request_of_its_step(open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = open_rig()
+    stream = TextStream()
+    monkeypatch.setattr(stream, "push", lambda _token: str(rig.engine.abort("b"))[:0])
+    add_with_stream(rig, "a", stream)
+    rig.add("b", prompt(9, 100), max_tokens=6)
+    rig.run()
+    assert rig.finished["a"].finish_reason is FinishReason.LENGTH
+    assert "b" not in rig.finished
+    rig.verify_quiet()
+
+
+class SamplingRunner(FakeRunner):
+    """Draws by each item's sampler, of logits that name the fake model's token."""
+
+    def execute(self, batch: Sequence[BatchItem]) -> list[int | None]:
+        tokens: Sequence[Any] = super().execute(batch)
+        return [
+            None if item.sampler is None else item.sampler.draw(token)
+            for item, token in zip(batch, tokens, strict=True)
+        ]
+
+
+class NamedTokenSampler(Sampler):
+    """Takes the token that `SamplingRunner` names; a seed says at which draw it raises."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.params = params
+        self.num_draws = 0
+
+    def draw(self, logits: Any) -> int:
+        self.num_draws += 1
+        if self.num_draws == self.params.seed:
+            raise ArithmeticError("no probability is left")
+        token: int = logits
+        return token
+
+
+def test_a_sampler_that_raises_ends_its_request_alone() -> None:
+    runner = SamplingRunner(8, 4)
+    outputs: dict[str, list[RequestOutput]] = {"a": [], "b": []}
+    with Engine(runner, namespace_of(runner), EngineConfig(4, 64), None, make_sampler=NamedTokenSampler) as engine:
+        engine.add_request("a", prompt(9), SamplingParams(max_tokens=5, seed=3))
+        engine.add_request("b", prompt(9, 100), SamplingParams(max_tokens=5))
+        while engine.has_work:
+            for output in engine.step().outputs:
+                outputs[output.request_id].append(output)
+            engine.check_integrity()
+        assert engine.pool.num_free == 8
+    assert outputs["a"][-1].error == "sampling failed: ArithmeticError('no probability is left')"
+    assert list(outputs["a"][-1].token_ids) == expected_tokens(prompt(9), 2)
+    assert list(outputs["b"][-1].token_ids) == expected_tokens(prompt(9, 100), 5)
+
+
+def test_a_token_that_cannot_be_hashed_leaves_a_request_as_it_was() -> None:
+    params = SamplingParams()
+    request = Request("a", prompt(7), params, NamedTokenSampler(params), NO_EXTRAS, 4, 0.0, restore=True)
+    with pytest.raises(TokenError):
+        request.append(-1, 1.0)
+    assert (request.tokens, request.chain.num_tokens, request.first_token_at) == (prompt(7), 7, None)
+
+
 # ---- out and back ----------------------------------------------------------------------------------------------------
 
 
@@ -607,3 +803,19 @@ def test_r25_engines_of_one_store_share_within_a_namespace_only(open_rig: OpenRi
 
 def test_the_rigs_namespace_is_its_runners(open_rig: OpenRig) -> None:
     assert namespace_of(FakeRunner(2, 4)).layout == open_rig().runner.layout
+
+
+def test_a_closed_engine_says_so(open_rig: OpenRig) -> None:
+    rig = open_rig()
+    rig.engine.close()
+    with pytest.raises(ClosedError, match="closed"):
+        rig.add("late", prompt(4))
+    assert rig.engine.num_unfinished == 0
+
+
+def test_numpy_tokens_are_tokens(open_rig: OpenRig) -> None:
+    rig = open_rig()
+    rig.engine.add_request("a", np.arange(8, dtype=np.int32), SamplingParams(max_tokens=2))  # type: ignore[arg-type]
+    rig.prompts["a"] = prompt(8)
+    rig.run()
+    assert len(rig.finished["a"].token_ids) == 2

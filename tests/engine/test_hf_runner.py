@@ -363,3 +363,22 @@ def test_a_directory_without_a_model_is_named(tmp_path: Path, small_model: Calla
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="cannot load the model"):
         load_small(tmp_path)
+
+
+def test_weights_cut_short_are_one_clear_error(real_model_dir: Path, tmp_path: Path) -> None:
+    from kvtier_engine.hf_runner import HFRunner
+
+    for path in real_model_dir.iterdir():
+        if path.suffix == ".safetensors":
+            (tmp_path / path.name).write_bytes(path.read_bytes()[:1000])
+        elif path.is_file():
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    with pytest.raises(ConfigError, match="cannot load the model"):
+        HFRunner.load(tmp_path, num_blocks=1)
+
+
+def test_a_pool_beyond_the_memory_is_one_clear_error(real_model_dir: Path) -> None:
+    from kvtier_engine.hf_runner import HFRunner
+
+    with pytest.raises(ConfigError, match="num_blocks = 1000000000"):
+        HFRunner.load(real_model_dir, num_blocks=10**9)

@@ -179,6 +179,28 @@ def test_invariant_8_r27_a_request_that_is_not_admitted_holds_no_block(open_rig:
     assert len(rig.finished) == 3
 
 
+def test_a_waiting_request_is_aborted_without_a_look_at_the_others(
+    open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = open_rig(max_num_seqs=1)
+    for i in range(50):
+        rig.add(f"{i}", prompt(5, 100 * i))
+    rig.step()
+    num_compared = [0]
+
+    def compare(self: Request, other: object) -> bool:
+        num_compared[0] += 1
+        return self is other
+
+    monkeypatch.setattr(Request, "__eq__", compare)
+    for i in range(49, 25, -1):
+        assert rig.abort(f"{i}") is not None
+    assert num_compared == [0]
+    assert [request.request_id for request in rig.engine.scheduler.waiting] == [f"{i}" for i in range(1, 26)]
+    rig.run()
+    rig.verify_quiet()
+
+
 def test_invariant_4_the_ledger_of_blocks_is_checked(open_rig: OpenRig) -> None:
     rig = open_rig()
     rig.add("a", prompt(9), max_tokens=2)

@@ -221,3 +221,10 @@ def test_the_real_model_is_there_and_is_not_converted_again(real_model_dir: Path
     names = {path.name for path in real_model_dir.iterdir()}
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= names
     assert not [path for path in real_model_dir.parent.iterdir() if ".part-" in path.name]
+
+
+def test_a_cache_that_cannot_be_written_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no directory")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="XDG_CACHE_HOME"):
+        weights.ensure_default_model(lambda _: None)

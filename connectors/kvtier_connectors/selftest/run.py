@@ -21,7 +21,8 @@ from kvtier_connectors.selftest.toy_engine import StuckError, ToyEngine
 
 __all__ = ["SelftestReport", "run_selftest"]
 
-BUDGET_BYTES = 192 << 20  # computed on the configured store; what keeps the test to seconds
+BUDGET_BYTES = 192 << 20  # computed on the configured store; this and the next keep the test to seconds
+BUDGET_BLOCKS = 2048
 CHAIN_BLOCKS = 8
 NUM_ROUNDS = 3
 NOISE = 0xA5
@@ -151,7 +152,8 @@ class _Exercise:
         self._findings = findings
         self._chains: list[_Chain] = []
         self.host_bytes = store.pool.usage().reserved_bytes
-        affordable = max(BUDGET_BYTES // layout.block_bytes, NUM_ROUNDS * self._chain_blocks)
+        affordable = min(BUDGET_BYTES // layout.block_bytes, BUDGET_BLOCKS)
+        affordable = max(affordable, NUM_ROUNDS * self._chain_blocks)
         self.overfills = 2 * capacity <= affordable
         num_blocks = 2 * capacity if self.overfills else min(capacity, affordable)
         num_chains = num_blocks // self._chain_blocks

@@ -55,7 +55,10 @@ def command(
         typer.echo(json.dumps(result.to_json()))
     else:
         _print_table(result)
-    return 0 if result.kv_bit_equal and result.tokens_equal else 1
+    if result.kv_bit_equal and result.tokens_equal:
+        return 0
+    stderr.print("FAILED: restored KV or tokens differ from those of before", style="bold red")
+    return 1
 
 
 def _run(model_dir: Path | None, num_sessions: int, progress: Progress, *, corrupt: bool) -> DemoResult:
@@ -95,14 +98,14 @@ def _print_table(result: DemoResult) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    title = f"{result.model}: returning turns of about {result.prompt_tokens} prompt tokens"
-    table = Table("KV of the conversation so far", "time to first token", "of recompute", title=title)
+    table = Table("KV of the conversation so far", "time to first token", "of recompute")
     recompute = result.ttft_s["recompute"]
     names = {"recompute": "recomputed", "gpu_hit": "in the GPU prefix cache", "host": "restored from host memory"}
     for key, name in names.items():
         seconds = result.ttft_s[key]
         table.add_row(name, f"{seconds:.3f} s", f"{seconds / recompute:.0%}")
     console = Console()
+    console.print(f"{result.model}, returning turns of about {result.prompt_tokens} prompt tokens", highlight=False)
     console.print(table)
     ledger, share = result.ledger, result.memcpy_share
     dropped = ", ".join(f"{count} {reason.value}" for reason, count in ledger.dropped.items()) or "none"

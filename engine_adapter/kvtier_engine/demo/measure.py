@@ -78,14 +78,15 @@ class _KVCheck:
     """Blocks as they were before they were evicted, against what stands in the pool after landing."""
 
     before: dict[BlockDigest, tuple[int, bytes]] = field(default_factory=dict)
+    restored: int = 0
     compared: int = 0
     different: int = 0
     moved: int = 0
 
     @property
     def equal(self) -> bool:
-        """True when restored blocks were compared, none differed, and they stand in other places than before."""
-        return self.compared > 0 and self.different == 0 and self.moved > 0
+        """True when every restored block was compared, none differed, and they stand in other places than before."""
+        return self.compared == self.restored > 0 and self.different == 0 and self.moved > 0
 
 
 @dataclass(slots=True)
@@ -189,6 +190,7 @@ class Measurement:
         size = self._model.runner.layout.block_tokens
         cached = llm.engine.cached_blocks(prompt)
         start = answer.gpu_hit_tokens // size
+        self._kv.restored += answer.restored_tokens // size
         for digest, block_id in cached[start : start + answer.restored_tokens // size]:
             old_id, old_bytes = self._kv.before[digest]
             self._kv.compared += 1
