@@ -88,6 +88,10 @@ class StoreFlow:
         self._due: OrderedDict[int, PublishedBlock] = OrderedDict()
         self._copying: dict[int, _Copying] = {}
         self._jobs: dict[int, list[_Copying]] = {}
+        # Blocks that no prompt can reach in the store, as an ancestor is neither there nor in the GPU pool; and the
+        # digests of those ancestors. Each is dropped once, and looked at again when one of the ancestors comes back.
+        self._lost: set[int] = set()
+        self._missing: set[BlockDigest] = set()
         self.ledger = Ledger()
         self.enabled = True
         """False: blocks published from now on are never stored."""
@@ -104,6 +108,9 @@ class StoreFlow:
         if not self.enabled or not self._policy.tracks_blocks or self._blocks.get(block.block_id) == block:
             return
         self.forget(block.block_id)
+        if block.digest in self._missing:
+            self._lost.clear()
+            self._missing.clear()
         dirty = not self._space.holds(block.digest)
         self._blocks.add(block, dirty=dirty)
         if dirty and self._policy.due_at_publish:
@@ -113,6 +120,9 @@ class StoreFlow:
         """The GPU block was reused. If its KV is not stored yet, it is lost, and counted."""
         was_dirty = self._blocks.is_dirty(block_id)
         self._blocks.forget(block_id)
+        self._lost.discard(block_id)
+        if not self._lost:
+            self._missing.clear()
         if block_id in self._copying:
             self._copying[block_id].overtaken = True
         if self._due.pop(block_id, None) is not None:
@@ -171,6 +181,8 @@ class StoreFlow:
         """Forget every block. Copies under way end as RESET when their commit is refused."""
         self._drop_due(DropReason.RESET)
         self._blocks.clear()
+        self._lost.clear()
+        self._missing.clear()
         self._policy.rescan()
 
     def close(self) -> int:
@@ -203,23 +215,39 @@ class StoreFlow:
         The walk ends at the first ancestor that is stored or on its way, so a block is walked over once in its life. A
         clean ancestor that the store no longer holds (another engine may share it) is stored again.
         """
-        chain: list[PublishedBlock] = []
-        seen: set[int] = set()
+        chain: dict[int, PublishedBlock] = {}
         link: PublishedBlock | None = block
-        while link is not None and link.block_id not in seen and self._is_unstored(link):
-            seen.add(link.block_id)
-            chain.append(link)
+        missing: BlockDigest | None = None
+        while link is not None and link.block_id not in chain and self._is_unstored(link):
+            chain[link.block_id] = link
+            missing = link.parent
             link = self._blocks.find(link.parent) if link.parent is not None else None
-        for link in reversed(chain):
-            self._blocks.mark_clean(link.block_id)
-            self._due[link.block_id] = link
+        for block_id in chain:
+            self._blocks.mark_clean(block_id)
         self.ledger.add_due(len(chain))
+        if self._is_lost(link, missing):
+            self._lost |= chain.keys()
+            self.ledger.add_dropped(DropReason.ORPHAN, len(chain))
+        else:
+            self._due.update(reversed(chain.items()))
+
+    def _is_lost(self, link: PublishedBlock | None, missing: BlockDigest | None) -> bool:
+        """Whether a walk that ended at `link`, or without one at the digest `missing`, leads to no stored block."""
+        if link is not None:
+            return link.block_id in self._lost
+        if missing is None or self._space.holds(missing):
+            return False
+        if len(self._missing) >= self._pool.num_blocks:
+            self._lost.clear()
+            self._missing.clear()
+        self._missing.add(missing)
+        return True
 
     def _is_pending(self, block: PublishedBlock) -> bool:
         return block.block_id in self._due or block.block_id in self._copying
 
     def _is_unstored(self, block: PublishedBlock) -> bool:
-        if self._is_pending(block):
+        if self._is_pending(block) or block.block_id in self._lost:
             return False
         return self._blocks.is_dirty(block.block_id) or not self._space.holds(block.digest)
 

@@ -352,3 +352,40 @@ def test_hits_are_never_more_than_what_was_asked(open_rig: Callable[..., Connect
     rig.scheduler.admit("b", 0, 0, blocks)
     stats = rig.store.stats()
     assert stats.hit_blocks <= stats.asked_blocks
+
+
+def test_blocks_whose_ancestors_are_nowhere_are_dropped_once_each(shared_store: Store) -> None:
+    """The other engine reset the store; this one kept its pool, and goes on with prefixes that are of before."""
+    one, other = EngineRig(24, 64, store=shared_store), EngineRig(24, 64, store=shared_store)
+    one.generate(prompt(17))
+    other.engine.reset_cache()
+    for i in range(40):
+        one.generate([*prompt(17), *prompt(10, 2000 + 10 * i)])
+    assert one.ledger.stored == 0
+    assert one.ledger.due <= 40 * 3
+    one.close()
+    other.close()
+
+
+@pytest.mark.parametrize("policy", ["on_evict", "write_through"])
+def test_blocks_are_stored_when_their_missing_ancestor_comes_back(
+    open_rig: Callable[..., ConnectorRig], policy: str
+) -> None:
+    rig = open_rig(8, 16, policy)
+    blocks = rig.pool.allocate(3)
+    assert blocks is not None
+    digests = rig.start("a", prompt(12))
+    rig.write(blocks, digests)
+    for _ in range(5):
+        rig.scheduler.publish("a", 1, blocks[1:2])
+        rig.pool.release(rig.pool.allocate(1) or [])
+        rig.pool.release(blocks[1:2])
+        rig.store_all()
+        rig.pool.acquire(blocks[1:2])
+    assert rig.dropped == {DropReason.ORPHAN: 1}
+    rig.scheduler.publish("a", 0, blocks[:1])
+    rig.scheduler.publish("a", 2, blocks[2:])
+    rig.pool.release(blocks)
+    rig.store_all()
+    assert rig.held(digests) == [True, True, True]
+    rig.verify_stored(digests)
