@@ -173,6 +173,6 @@ def _load(entry_point: EntryPoint) -> Callable[..., object]:
         raise CommandError(f"{entry_point.name} cannot be loaded ({entry_point.value}): {error}") from error
     if isinstance(command, typer.Typer):
         return typer.main.get_command(command)
-    app = typer.Typer(add_completion=False)
+    app = typer.Typer(add_completion=False, rich_markup_mode="markdown")  # joins the lines of a paragraph
     app.command(entry_point.name)(command)
     return typer.main.get_command(app)

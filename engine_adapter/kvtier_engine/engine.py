@@ -176,9 +176,11 @@ class Engine:
     # ---- steps ---------------------------------------------------------------------------------------------------
 
     def step(self) -> StepResult:
-        """Consume copies that ended, schedule, start copies, run the model once, publish. Raises nothing a request
-        caused: a failing forward ends its requests with FinishReason.ERROR, a token that cannot be, a failing sampler
-        or a failing stream the one request."""
+        """Consume copies that ended, schedule, start copies, run the model once, publish.
+
+        Raises nothing that a request caused: a failing forward ends its requests with FinishReason.ERROR; a token that
+        cannot be, a failing sampler or a failing stream ends the one request.
+        """
         outcomes = self._collect_copies()
         scheduled, verdict = self.scheduler.schedule(outcomes, copies_in_flight=self._copies_in_flight)
         self._start_copies()

@@ -34,6 +34,7 @@ GOOD_BY_SHAPE = {("host.store", "smollm2"): "0.5 or more", ("host.restore", "smo
 command = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode="markdown",  # joins the lines of a paragraph
     help="""Measure storing, restoring and lookup against what the machine can do.
 
     Every figure has a value and a limit: what plain memory copies, or plain hashing, reach for the same bytes in the
