@@ -12,7 +12,7 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NoReturn
 
@@ -31,7 +31,7 @@ from kvtier_connectors.contract import CopyFailure, CopyResult, RequestInfo, Ste
 from kvtier_engine.request import FinishReason
 from kvtier_engine.testing.rig import ENOUGH_MEMORY, ConnectorRig, EngineRig
 
-OpenRig = Callable[..., EngineRig]
+OpenEngine = Callable[..., EngineRig]
 
 ERRORS = [OSError, ValueError, KeyError, MemoryError, TimeoutError, asyncio.CancelledError]
 CALLS = ["lookup", "holds", "lease", "reserve", "commit", "abort", "owner", "count_lookup"]
@@ -112,19 +112,6 @@ class FaultyStore(Store):
         return space
 
 
-@pytest.fixture
-def open_rig() -> Iterator[OpenRig]:
-    rigs: list[EngineRig] = []
-
-    def make(*args: Any, **kwargs: Any) -> EngineRig:
-        rigs.append(EngineRig(*args, **kwargs))
-        return rigs[-1]
-
-    yield make
-    for rig in rigs:
-        rig.close()
-
-
 def prompt(size: int, start: int = 0) -> list[int]:
     return list(range(start, start + size))
 
@@ -166,8 +153,8 @@ def verify_survived(rig: EngineRig, store: FaultyStore, error: type[BaseExceptio
     store.check_integrity()
 
 
-def open_faulty(open_rig: OpenRig) -> tuple[EngineRig, FaultyStore]:
-    rig = open_rig(num_blocks=6, host_blocks=10, make_store=FaultyStore)
+def open_faulty(open_engine: OpenEngine) -> tuple[EngineRig, FaultyStore]:
+    rig = open_engine(num_blocks=6, host_blocks=10, make_store=FaultyStore)
     assert isinstance(rig.store, FaultyStore)
     return rig, rig.store
 
@@ -176,9 +163,9 @@ def open_faulty(open_rig: OpenRig) -> tuple[EngineRig, FaultyStore]:
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_store_that_always_raises_costs_hits_and_nothing_else(
-    open_rig: OpenRig, name: str, error: type[BaseException]
+    open_engine: OpenEngine, name: str, error: type[BaseException]
 ) -> None:
-    rig, store = open_faulty(open_rig)
+    rig, store = open_faulty(open_engine)
     store.faults.set(name, error)
     story(rig)
     if name == "abort":
@@ -191,9 +178,9 @@ def test_a_store_that_always_raises_costs_hits_and_nothing_else(
 
 @pytest.mark.bug("CR12")
 @pytest.mark.parametrize("name", CALLS)
-def test_a_store_that_raises_once_at_each_call_in_turn(open_rig: OpenRig, name: str) -> None:
+def test_a_store_that_raises_once_at_each_call_in_turn(open_engine: OpenEngine, name: str) -> None:
     for number in itertools.count():
-        rig, store = open_faulty(open_rig)
+        rig, store = open_faulty(open_engine)
         store.faults.set(name, KeyError, only=number)
         story(rig)
         raised = store.faults.raised
@@ -222,9 +209,9 @@ def test_a_slot_that_cannot_be_given_back(error: type[BaseException]) -> None:
 @pytest.mark.parametrize("name", ["pin", "unpin", "free_queue"])
 @pytest.mark.parametrize("number", range(6))
 def test_an_engines_pool_that_raises_does_not_hang_its_requests(
-    open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch, name: str, number: int
 ) -> None:
-    rig = open_rig(num_blocks=6, host_blocks=10)
+    rig = open_engine(num_blocks=6, host_blocks=10)
     call, counter = getattr(rig.engine.pool, name), itertools.count()
 
     def failing(*args: Any) -> Any:
@@ -246,9 +233,9 @@ def test_an_engines_pool_that_raises_does_not_hang_its_requests(
 
 
 def test_the_first_failure_of_a_kind_is_logged_and_the_others_counted(
-    open_rig: OpenRig, caplog: pytest.LogCaptureFixture
+    open_engine: OpenEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rig, store = open_faulty(open_rig)
+    rig, store = open_faulty(open_engine)
     store.faults.set("lookup", OSError)
     story(rig)
     said = [message for message in caplog.messages if "failed" in message]
@@ -257,8 +244,8 @@ def test_the_first_failure_of_a_kind_is_logged_and_the_others_counted(
     assert store.stats().misses.get("tier_error", 0) > 0, "what it cost is among the misses"
 
 
-def test_what_ends_the_process_is_not_caught(open_rig: OpenRig) -> None:
-    rig, store = open_faulty(open_rig)
+def test_what_ends_the_process_is_not_caught(open_engine: OpenEngine) -> None:
+    rig, store = open_faulty(open_engine)
     store.faults.set("lookup", KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         story(rig)
@@ -331,14 +318,14 @@ def test_every_call_after_the_store_was_closed() -> None:
 
 
 @pytest.mark.bug("PF01")
-def test_hooks_neither_sleep_nor_wait_nor_do_io(open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_neither_sleep_nor_wait_nor_do_io(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(name: str) -> Callable[..., NoReturn]:
         def call(*_: object, **__: object) -> NoReturn:
             pytest.fail(f"{name} was called on the engine's thread")
 
         return call
 
-    rig = open_rig(num_blocks=6, host_blocks=10, max_num_seqs=2)
+    rig = open_engine(num_blocks=6, host_blocks=10, max_num_seqs=2)
     with monkeypatch.context() as patch:
         for owner, name in [
             (time, "sleep"),
@@ -362,9 +349,9 @@ def test_hooks_neither_sleep_nor_wait_nor_do_io(open_rig: OpenRig, monkeypatch: 
 
 
 @pytest.mark.bug("PF01")
-def test_the_cost_of_a_step_does_not_grow_with_the_queue(open_rig: OpenRig) -> None:
+def test_the_cost_of_a_step_does_not_grow_with_the_queue(open_engine: OpenEngine) -> None:
     def asked(num_waiting: int) -> int:
-        rig, store = open_faulty(open_rig)
+        rig, store = open_faulty(open_engine)
         rig.add("busy", prompt(15), max_tokens=8)
         rig.step()
         for i in range(num_waiting):
@@ -422,8 +409,8 @@ PER_REQUEST = [
 ]
 
 
-def test_the_search_finds_containers(open_rig: OpenRig) -> None:
-    rig = open_rig()
+def test_the_search_finds_containers(open_engine: OpenEngine) -> None:
+    rig = open_engine()
     rig.add("a", prompt(9), max_tokens=3)
     rig.step()
     sizes = containers(rig.engine)
@@ -435,10 +422,10 @@ def test_the_search_finds_containers(open_rig: OpenRig) -> None:
 
 @pytest.mark.bug("LK13")
 def test_after_ten_thousand_requests_ending_in_every_way_every_container_is_bounded(
-    open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtier.tiers.host.MAX_GHOSTS", 100)
-    rig = open_rig(num_blocks=24, host_blocks=40, max_num_seqs=16, max_batch_tokens=256)
+    rig = open_engine(num_blocks=24, host_blocks=40, max_num_seqs=16, max_batch_tokens=256)
     step, engine = rig.engine.step, rig.engine
     ended: dict[FinishReason, int] = dict.fromkeys(FinishReason, 0)
 
@@ -506,8 +493,8 @@ def test_the_hit_rate_is_hits_over_blocks_asked_and_restores_are_counted_apart()
 
 
 @pytest.mark.bug("AC04")
-def test_preempted_requests_that_find_their_own_blocks_are_counted_apart(open_rig: OpenRig) -> None:
-    rig = open_rig(num_blocks=7, max_num_seqs=3, host_blocks=200)
+def test_preempted_requests_that_find_their_own_blocks_are_counted_apart(open_engine: OpenEngine) -> None:
+    rig = open_engine(num_blocks=7, max_num_seqs=3, host_blocks=200)
     for i in range(12):
         rig.add(f"r{i}", prompt(6 + i % 4, 1000 * i), max_tokens=9)
     rig.run()
@@ -521,9 +508,9 @@ def test_preempted_requests_that_find_their_own_blocks_are_counted_apart(open_ri
 
 
 @pytest.mark.bug("AC13")
-def test_a_request_that_opts_out_touches_no_counter(open_rig: OpenRig) -> None:
+def test_a_request_that_opts_out_touches_no_counter(open_engine: OpenEngine) -> None:
     def counted(opting_out: bool) -> Any:
-        rig = open_rig(num_blocks=6, host_blocks=64)
+        rig = open_engine(num_blocks=6, host_blocks=64)
         for i in range(9):
             rig.generate(prompt(9, 100 * (i % 3)))
         if opting_out:
@@ -535,8 +522,8 @@ def test_a_request_that_opts_out_touches_no_counter(open_rig: OpenRig) -> None:
     assert counted(opting_out=True) == counted(opting_out=False)
 
 
-def test_with_restoring_switched_off_what_was_asked_is_missed_for_that_reason(open_rig: OpenRig) -> None:
-    rig = open_rig(num_blocks=6, restore__enabled=False)
+def test_with_restoring_switched_off_what_was_asked_is_missed_for_that_reason(open_engine: OpenEngine) -> None:
+    rig = open_engine(num_blocks=6, restore__enabled=False)
     rig.generate(prompt(9))
     rig.flush_gpu()
     assert rig.generate(prompt(9)).restored_tokens == 0
@@ -546,10 +533,10 @@ def test_with_restoring_switched_off_what_was_asked_is_missed_for_that_reason(op
 
 @pytest.mark.bug("US08")
 def test_no_count_is_negative_and_what_is_logged_is_what_is_counted(
-    open_rig: OpenRig, caplog: pytest.LogCaptureFixture
+    open_engine: OpenEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    rig = open_rig(num_blocks=7, host_blocks=12, max_num_seqs=3)
+    rig = open_engine(num_blocks=7, host_blocks=12, max_num_seqs=3)
     calls_ = itertools.count()
 
     def sometimes(_batch: object) -> None:

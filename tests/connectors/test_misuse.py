@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -28,32 +28,6 @@ class Fence:
     def wait(self, timeout: float) -> bool:
         self.waiting.set()
         return self.fired.wait(timeout)
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
-def open_rig(stack: ExitStack) -> Callable[..., ConnectorRig]:
-    def make(*arguments: Any, **options: Any) -> ConnectorRig:
-        rig = ConnectorRig(*arguments, **options)
-        stack.callback(rig.close)
-        return rig
-
-    return make
-
-
-@pytest.fixture
-def open_engine(stack: ExitStack) -> Callable[..., EngineRig]:
-    def make(*arguments: Any, **options: Any) -> EngineRig:
-        rig = EngineRig(*arguments, **options)
-        stack.callback(rig.close)
-        return rig
-
-    return make
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,19 +16,6 @@ from kvtier_connectors.contract import CopyDirection, CopyFailure, CopyResult, S
 from kvtier_engine.testing.rig import ConnectorRig
 
 OpenRig = Callable[..., ConnectorRig]
-
-
-@pytest.fixture
-def open_rig() -> Iterator[OpenRig]:
-    rigs: list[ConnectorRig] = []
-
-    def make(*args: Any, **kwargs: Any) -> ConnectorRig:
-        rigs.append(ConnectorRig(*args, **kwargs))
-        return rigs[-1]
-
-    yield make
-    for rig in rigs:
-        rig.close()
 
 
 def prompt(start: int, num_blocks: int) -> list[int]:

@@ -1,12 +1,16 @@
-"""The real model, converted once a user and loaded once a session, on one torch thread."""
+"""The real model, converted once a user and loaded once a session, on one torch thread; engines over the fake one."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from kvtier_engine.testing.rig import EngineRig
 
 if TYPE_CHECKING:
     from kvtier_engine.hf_runner import HFRunner
@@ -46,3 +50,16 @@ def runner_bfloat16(real_model_dir: Path) -> HFRunner:
     from kvtier_engine.hf_runner import HFRunner
 
     return HFRunner.load(real_model_dir, num_blocks=64, dtype="bfloat16")
+
+
+@pytest.fixture
+def open_rig() -> Iterator[Callable[..., EngineRig]]:
+    """Engines over the fake model, closed at the end of the test."""
+    with ExitStack() as stack:
+
+        def make(*args: Any, **kwargs: Any) -> EngineRig:
+            rig = EngineRig(*args, **kwargs)
+            stack.callback(rig.close)
+            return rig
+
+        yield make

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,19 +26,6 @@ from kvtier_engine.testing import FakeRunner, expected_tokens
 from kvtier_engine.testing.rig import EngineRig, namespace_of, tiny_settings, tiny_store
 
 OpenRig = Callable[..., EngineRig]
-
-
-@pytest.fixture
-def open_rig() -> Iterator[OpenRig]:
-    rigs: list[EngineRig] = []
-
-    def make(*args: Any, **kwargs: Any) -> EngineRig:
-        rigs.append(EngineRig(*args, **kwargs))
-        return rigs[-1]
-
-    yield make
-    for rig in rigs[::-1]:
-        rig.close()
 
 
 def prompt(size: int, start: int = 0) -> list[int]:
