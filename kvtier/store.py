@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -12,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.config import MemorySnapshot, Settings
-from kvtier.errors import ClosedError, ConfigError, ForkedError, LayoutError
+from kvtier.errors import ClosedError, ConfigError, LayoutError
 from kvtier.keys import BlockDigest, Namespace
 from kvtier.memory import Pinner, PoolMemory
 from kvtier.metrics import StatsSnapshot, StoreCounters
@@ -77,7 +76,6 @@ class Store:
         self._settings = settings
         self._counters = StoreCounters()
         self._epoch = 0
-        self._pid = os.getpid()
         self._closed = False
 
     @property
@@ -121,7 +119,7 @@ class Store:
 
     def stats(self) -> StatsSnapshot:
         """A snapshot; cheap enough for every scrape."""
-        self._check_process()
+        self._host.check_process()
         counters, usage = self._counters, self._pool.usage()
         with counters.lock:
             return StatsSnapshot(
@@ -150,17 +148,11 @@ class Store:
         """Raises ClosedError after `close`, ForkedError in a forked child."""
         if self._closed:
             raise ClosedError("the store is closed")
-        self._check_process()
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise ForkedError(
-                f"this store belongs to process {self._pid}, not to its fork {os.getpid()}: open a store in the child"
-            )
+        self._host.check_process()
 
     def close(self) -> None:
         """Unmap the pool. The connector has stopped its copies first. Idempotent; in a forked child it does nothing."""
-        if self._closed or os.getpid() != self._pid:
+        if self._closed or self._host.is_forked:
             return
         self._closed = True
         self._host.close()
@@ -216,7 +208,7 @@ class Space:
 
     def holds(self, digest: BlockDigest) -> bool:
         """True when the block is in the host tier or being copied there: there is nothing left to store."""
-        self._store._check_process()
+        self._host.check_process()
         return self._host.state(self.digest, digest) is not None
 
     def lease(self, digests: Sequence[BlockDigest], owner: Owner) -> list[Lease]:

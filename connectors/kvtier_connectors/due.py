@@ -29,9 +29,6 @@ class DuePolicy(ABC):
     def due_blocks(self, pool: BlockPoolView, blocks: PublishedBlocks, demand: StepDemand) -> list[int]:
         """Dirty blocks that are due in this step, the most urgent first."""
 
-    def rescan(self) -> None:  # noqa: B027 - most policies remember nothing
-        """Something other than the free queue changed which blocks are dirty."""
-
 
 class OnEvict(DuePolicy):
     """A dirty block is due when it stands within the danger depth of the free queue.
@@ -54,10 +51,7 @@ class OnEvict(DuePolicy):
         if self._scanned is not None and self._scanned[0] == version and depth <= self._scanned[1]:
             return []
         self._scanned = (version, depth)
-        return [block_id for block_id in islice(pool.free_queue(), depth) if blocks.is_dirty(block_id)]
-
-    def rescan(self) -> None:
-        self._scanned = None
+        return blocks.dirty_among(islice(pool.free_queue(), depth))
 
     def _depth(self, demand: StepDemand, num_blocks: int) -> int:
         self._rate += RATE_WEIGHT * (operator.index(demand.allocated) - self._rate)

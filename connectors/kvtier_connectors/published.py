@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvtier.errors import IntegrityError
@@ -43,6 +44,10 @@ class PublishedBlocks:
 
     def is_dirty(self, block_id: int) -> bool:
         return block_id in self._dirty
+
+    def dirty_among(self, block_ids: Iterable[int]) -> list[int]:
+        """The dirty ones of these, in their order; quick, since a danger depth is walked whenever the queue changed."""
+        return list(filter(self._dirty.__contains__, block_ids))
 
     def add(self, block: PublishedBlock, *, dirty: bool) -> None:
         """Enter a block, in place of what the same GPU block held before."""

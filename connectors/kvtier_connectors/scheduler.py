@@ -262,8 +262,7 @@ class KVTierScheduler(ConnectorScheduler):
         digest = self._space.digest
         if digest != self._epoch_digest:
             self._epoch_digest = digest
-            self._landings.void()
-            self._stores.reset()
+            self._stores.reset()  # landings under way see for themselves, when they end, that the namespace is another
 
     def _checked_ids(self, block_ids: Sequence[int]) -> list[int]:
         """Plain integers within the pool, each once; ValueError otherwise."""

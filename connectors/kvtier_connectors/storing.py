@@ -183,7 +183,6 @@ class StoreFlow:
         self._blocks.clear()
         self._lost.clear()
         self._missing.clear()
-        self._policy.rescan()
 
     def close(self) -> int:
         """Drop what is due and give every slot back.
@@ -265,8 +264,6 @@ class StoreFlow:
         return None
 
     def _reserve(self, block: PublishedBlock) -> Reservation | DropReason:
-        if self._blocks.get(block.block_id) != block:
-            return DropReason.OVERTAKEN
         if not self._reachable(block.parent):
             return DropReason.ORPHAN
         return self._space.reserve(block.digest, block.parent, self._owner)

@@ -19,6 +19,7 @@ from kvtier.tiers.base import ReadOutcome, ReadRequest, Tier, TierUsage, WriteOu
 
 __all__ = ["Eviction", "HostTier", "Reservation"]
 
+RESET_STRETCH = 1024  # blocks forgotten under one hold of the lock: a few milliseconds
 MAX_GHOSTS = 1 << 17  # about 12 MiB of remembered keys
 
 
@@ -138,7 +139,7 @@ class HostTier(Tier):
 
     def lease_run(self, namespace: bytes, digests: Sequence[BlockDigest], owner: Owner) -> list[Lease]:
         """Leases on the leading blocks that are here, which count as used now."""
-        self._check_process()
+        self.check_process()
         with self._lock:
             return self._lease(self._index.committed_run(namespace, digests), owner)
 
@@ -152,7 +153,7 @@ class HostTier(Tier):
         been evicted. Raises LayoutError for a block that fits no slab, ClosedError for an owner that has ended,
         ConfigError for a digest of another length than the scheme's.
         """
-        self._check_process()
+        self.check_process()
         make_key(namespace, digest)
         self._pool.slot_bytes(nbytes)
         evicted: list[Eviction] = []
@@ -223,13 +224,19 @@ class HostTier(Tier):
     def reset(self, namespace: bytes) -> int:
         """Forget every block of a namespace.
 
-        Reservations in it become void, leases keep their bytes. Returns how many.
+        Reservations in it become void, leases keep their bytes. Returns how many. The lock is given up between
+        stretches of blocks, so that a large namespace holds up nobody else; what is stored meanwhile may stay or go.
         """
         with self._lock:
             digests = self._index.digests(namespace)
-            for digest in digests:
-                self._forget(namespace, BlockDigest(digest))
-            return len(digests)
+        forgotten = 0
+        for start in range(0, len(digests), RESET_STRETCH):
+            with self._lock:
+                for digest in digests[start : start + RESET_STRETCH]:
+                    if self._index.find(namespace, digest) is not None:
+                        self._forget(namespace, BlockDigest(digest))
+                        forgotten += 1
+        return forgotten
 
     # ---- Tier ----------------------------------------------------------------------------------------------------
 
@@ -372,12 +379,19 @@ class HostTier(Tier):
         reservation.lease.view[: len(request.buffer)] = request.buffer
         return WriteOutcome.STORED if self.commit([reservation])[0] else WriteOutcome.ERROR
 
-    def _check_process(self) -> None:
-        """A fork's child shares the pool's bytes but not the index that says whose they are."""
-        if os.getpid() != self._pid:
-            raise ForkedError(f"this store belongs to process {self._pid}: open one in the child")
+    @property
+    def is_forked(self) -> bool:
+        """True in a child of the process that opened this tier."""
+        return os.getpid() != self._pid
+
+    def check_process(self) -> None:
+        """Raises ForkedError in a fork's child: it shares the pool's bytes, not the index that says whose they are."""
+        if self.is_forked:
+            raise ForkedError(
+                f"this store belongs to process {self._pid}, not to its fork {os.getpid()}: open a store in the child"
+            )
 
     def _check_open(self) -> None:
-        self._check_process()
+        self.check_process()
         if self._closed:
             raise ClosedError("the host tier is closed")

@@ -28,7 +28,9 @@ def open_connector(layout: KVLayout, planes: BlockPlanes, num_blocks: int = 8) -
 
 @pytest.mark.parametrize(("layout", "count"), [(KV, 4), (MLA, 2)])
 def test_planes_of_the_layout_are_taken(layout: KVLayout, count: int) -> None:
-    open_connector(layout, planes(count)).close()
+    connector = open_connector(layout, planes(count))
+    assert connector.space.block_bytes == layout.block_bytes
+    connector.close()
 
 
 @pytest.mark.bug("WR25")

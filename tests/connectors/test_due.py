@@ -101,19 +101,10 @@ def test_with_nothing_dirty_nothing_is_scanned() -> None:
     assert pool.scans == 0
 
 
-def test_a_rescan_looks_again_at_the_same_queue() -> None:
-    pool, blocks, policy = QueueOnly(6), dirty_blocks(6), OnEvict(2.5)
-    demand = StepDemand(0, 2, 0)
-    policy.due_blocks(pool, blocks, demand)
-    policy.rescan()
-    assert policy.due_blocks(pool, blocks, demand) == [0, 1]
-
-
 def test_the_other_policies_never_look() -> None:
     pool, blocks = QueueOnly(6), dirty_blocks(6)
     for policy in (WriteThrough(), StoreOff()):
         assert policy.due_blocks(pool, blocks, StepDemand(9, 9, 9)) == []
-        policy.rescan()
     assert pool.scans == 0
     assert (WriteThrough().due_at_publish, StoreOff().tracks_blocks) == (True, False)
 

@@ -933,3 +933,12 @@ def test_a_digest_of_another_length_is_refused_before_anything_is_set_aside(four
     with pytest.raises(ConfigError, match="32"):
         four.tier.reserve(SPACE, BlockDigest(b"short"), None, PAGE_BYTES, four.owner)
     four.tier.check_integrity()
+
+
+def test_a_reset_goes_on_past_one_hold_of_the_lock(four: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_module, "RESET_STRETCH", 2)
+    for number in range(4):
+        four.store(number)
+    assert four.tier.reset(SPACE) == 4
+    assert four.held(0, 1, 2, 3) == [False] * 4
+    four.tier.check_integrity()
