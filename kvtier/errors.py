@@ -6,10 +6,12 @@ __all__ = [
     "ClosedError",
     "ConfigError",
     "ForkedError",
+    "FrameError",
     "IntegrityError",
     "KVTierError",
     "LayoutError",
     "LeaseError",
+    "TierError",
     "TokenError",
 ]
 
@@ -44,3 +46,11 @@ class ForkedError(KVTierError, RuntimeError):
 
 class IntegrityError(KVTierError, AssertionError):
     """`check_integrity()` found a broken invariant of ours: a bug in kvtier, or memory scribbled over."""
+
+
+class FrameError(KVTierError, ValueError):
+    """Bytes that are no frame, or a damaged one: a miss, wherever a tier meets them."""
+
+
+class TierError(KVTierError, RuntimeError):
+    """A tier below the host could not do what may not fail in silence, such as remembering a reset."""

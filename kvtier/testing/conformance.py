@@ -102,8 +102,38 @@ class TierConformance(ABC):
         stored, again = WriteOutcome.STORED, WriteOutcome.ALREADY_STORED
         assert tier.write(requests) == [stored, again, stored]
 
+    def test_a_key_twice_in_a_batch(self, tier: Tier) -> None:
+        first, second = memoryview(self.block(1)), memoryview(self.block(2))
+        key = key_of("a")
+        outcomes = tier.write([WriteRequest(key, None, first), WriteRequest(key, None, second)])
+        assert outcomes == [WriteOutcome.STORED, WriteOutcome.ALREADY_STORED]
+        assert tier.usage().num_blocks == 1
+        buffers = [bytearray(self.block_bytes), bytearray(self.block_bytes)]
+        assert tier.read([ReadRequest(key, memoryview(buffer)) for buffer in buffers]) == [ReadOutcome.OK] * 2
+        assert buffers == [first, first]
+        assert tier.contains([key, key]) == [True, True]
+        assert tier.remove([key, key]) == 1
+
     def test_empty_batches(self, tier: Tier) -> None:
-        assert (tier.read([]), tier.write([]), tier.contains([]), tier.remove([])) == ([], [], [], 0)
+        for _ in range(2):
+            assert (tier.read([]), tier.write([]), tier.contains([]), tier.remove([])) == ([], [], [], 0)
+            tier.touch([])
+            self.put(tier, key_of("a"), self.block(1))
+        assert self.get(tier, key_of("a")) == self.block(1)
+
+    @pytest.mark.parametrize("offset", [1, 2, 7, 512])
+    def test_buffers_may_lie_anywhere_in_larger_ones(self, tier: Tier, offset: int) -> None:
+        block, around = self.block(offset), b"\xa5" * offset
+        nbytes = len(block)
+        source = bytearray(around + block + around)
+        view = memoryview(source)[offset : offset + nbytes]
+        assert tier.write([WriteRequest(key_of("a"), None, view)]) == [WriteOutcome.STORED]
+        target = bytearray(b"\xa5" * len(source))
+        requests = [ReadRequest(key_of(n), memoryview(target)[offset : offset + nbytes]) for n in ("a", "missing")]
+        assert tier.read(requests[:1]) == [ReadOutcome.OK]
+        assert target == source
+        assert tier.read(requests[1:]) == [ReadOutcome.MISS]
+        assert target[:offset] == target[offset + nbytes :] == around
 
     def test_remove_forgets(self, tier: Tier) -> None:
         self.put(tier, key_of("a"), self.block(1))
@@ -140,6 +170,33 @@ class TierConformance(ABC):
             assert tier.contains([key_of("a"), key_of("b")]) == [True, False]
         assert tier.usage() == before
 
+    def test_touch_changes_nothing_that_is_found(self, tier: Tier) -> None:
+        for i in range(3):
+            self.put(tier, key_of(str(i)), self.block(i))
+        before = tier.usage()
+        tier.touch([key_of("1"), key_of("never"), key_of("1"), key_of("0")])
+        assert tier.contains([key_of(n) for n in ("0", "1", "2", "never")]) == [True, True, True, False]
+        assert tier.usage() == before
+        assert self.get(tier, key_of("never")) is ReadOutcome.MISS
+        for i in range(3):
+            assert self.get(tier, key_of(str(i))) == self.block(i)
+
+    def test_an_epoch_begins_empty_and_is_remembered(self, tier: Tier) -> None:
+        assert tier.epoch == 0
+        keys = [key_of(str(i)) for i in range(3)]
+        for epoch in (1, 2, 7):
+            for i, key in enumerate(keys):
+                assert self.put(tier, key, self.block(epoch + i)) is WriteOutcome.STORED
+            try:
+                tier.start_epoch(epoch)
+            except NotImplementedError as reason:
+                assert tier.epoch == 0
+                pytest.skip(f"no epochs: {reason}")
+            assert tier.epoch == epoch
+            assert tier.contains(keys) == [False] * 3
+            assert [self.get(tier, key) for key in keys] == [ReadOutcome.MISS] * 3
+            assert tier.usage().num_blocks == 0
+
     def test_threads_read_whole_blocks_while_others_write(self, tier: Tier) -> None:
         wrong: list[str] = []
 
@@ -156,6 +213,28 @@ class TierConformance(ABC):
             for running in [threads.submit(work, seed) for seed in range(4)]:
                 running.result()
         assert wrong == []
+
+    def test_many_small_batches_from_several_threads(self, tier: Tier) -> None:
+        """Each thread owns two keys, which fit together: nobody else's batches show in its answers."""
+
+        def work(seed: int) -> None:
+            keys = [key_of(f"{seed} {i}") for i in range(2)]
+            for turn in range(25):
+                blocks = [self.block(1000 * seed + 2 * turn + i) for i in range(2)]
+                requests = [WriteRequest(k, None, memoryview(b)) for k, b in zip(keys, blocks, strict=True)]
+                for request in requests:
+                    outcomes = tier.write([request])
+                    assert outcomes[0] in (WriteOutcome.STORED, WriteOutcome.FULL), f"seed {seed}, turn {turn}"
+                for key, block in zip(keys, blocks, strict=True):
+                    got = self.get(tier, key)
+                    assert got in (block, ReadOutcome.MISS), f"seed {seed}, turn {turn}: another block's bytes"
+                assert tier.remove(keys) <= 2
+                assert tier.contains(keys) == [False, False], f"seed {seed}, turn {turn}"
+
+        with ThreadPoolExecutor(4) as threads:
+            for running in [threads.submit(work, seed) for seed in range(4)]:
+                running.result()
+        assert tier.usage().num_blocks == 0
 
     def test_closed_means_closed(self, tier: Tier) -> None:
         self.put(tier, key_of("a"), self.block(1))

@@ -8,7 +8,10 @@ __all__ = ["InlineExecutor", "ManualExecutor"]
 
 
 class ManualExecutor:
-    """Keeps jobs until `run_next` or `run_all`; obeys the same bound and order as the real one."""
+    """Keeps jobs until `run_next` or `run_all`; obeys the same bounds and order as the real one.
+
+    max_queued: of urgent jobs, and of others.
+    """
 
     def __init__(self, max_queued: int = 1 << 30) -> None:
         self._max_queued = max_queued
@@ -20,9 +23,10 @@ class ManualExecutor:
         return len(self._urgent) + len(self._other)
 
     def try_submit(self, job: Callable[[], None], *, urgent: bool) -> bool:
-        if self._closed or len(self) >= self._max_queued:
+        queue = self._urgent if urgent else self._other
+        if self._closed or len(queue) >= self._max_queued:
             return False
-        (self._urgent if urgent else self._other).append(job)
+        queue.append(job)
         return True
 
     def run_next(self, position: int = 0) -> bool:

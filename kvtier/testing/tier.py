@@ -13,9 +13,9 @@ __all__ = ["DictTier"]
 
 
 class DictTier(Tier):
-    """Keeps copies until `capacity_bytes` are used, then refuses; evicts nothing.
+    """Keeps copies until `capacity_bytes` are used, then refuses; evicts nothing. Its epoch lives as long as itself.
 
-    Mutable state: `_blocks`, `_used_bytes`, `_closed`, guarded by `_lock`.
+    Mutable state: `_blocks`, `_used_bytes`, `_epoch`, `_closed`, guarded by `_lock`.
     """
 
     name = "dict"
@@ -24,8 +24,20 @@ class DictTier(Tier):
         self._capacity_bytes = capacity_bytes
         self._blocks: dict[Key, bytes] = {}
         self._used_bytes = 0
+        self._epoch = 0
         self._closed = False
         self._lock = threading.Lock()
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    def start_epoch(self, epoch: int) -> None:
+        with self._lock:
+            self._check_open()
+            self._blocks.clear()
+            self._used_bytes = 0
+            self._epoch = epoch
 
     def contains(self, keys: Sequence[Key]) -> list[bool]:
         with self._lock:

@@ -19,8 +19,13 @@ class ReadOutcome(StrEnum):
     """The buffer holds exactly the block that was written under the key."""
     MISS = "miss"
     """The tier does not hold it, or holds it with another length; the buffer is undefined."""
+    DAMAGED = "damaged"
+    """What the tier holds under the key is not what was written: torn, flipped or foreign. It is forgotten by now; the
+    buffer is undefined."""
     ERROR = "error"
     """The tier failed; it may or may not hold the block. The buffer is undefined."""
+    REFUSED = "refused"
+    """The tier was not asked: it is sick, and its breaker is open."""
 
 
 class WriteOutcome(StrEnum):
@@ -34,6 +39,8 @@ class WriteOutcome(StrEnum):
     """No room could be made; nothing changed for this block."""
     ERROR = "error"
     """The tier failed; the key is not readable with other bytes than these."""
+    REFUSED = "refused"
+    """The tier was not asked: it is sick, and its breaker is open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +79,22 @@ class Tier(ABC):
     """
 
     name: str
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that this tier remembers, across restarts too; 0 before the first reset."""
+        return 0
+
+    def start_epoch(self, epoch: int) -> None:
+        """Forget every block, and remember `epoch` for later opens, before returning.
+
+        Raises whatever kept it from that: a reset that a tier cannot perform must not look like one.
+        """
+        raise NotImplementedError(f"the {self.name} tier cannot be reset")
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        """These blocks were used, though another tier served them. Cheap, and allowed to do nothing."""
+        del keys
 
     @abstractmethod
     def contains(self, keys: Sequence[Key]) -> list[bool]:

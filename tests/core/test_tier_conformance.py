@@ -7,13 +7,19 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from kvtier.breaker import Breaker
+from kvtier.clock import MonotonicClock
 from kvtier.keys import Key
 from kvtier.memory import PoolMemory
 from kvtier.pool import HostPool
-from kvtier.testing import DictTier
+from kvtier.testing import DictTier, FakeClock, FaultyTier
 from kvtier.testing.conformance import TierConformance
 from kvtier.tiers.base import ReadOutcome, ReadRequest, Tier, TierUsage, WriteOutcome, WriteRequest
+from kvtier.tiers.guarded import GuardedTier
 from kvtier.tiers.host import HostTier
+from kvtier.tiers.metered import MeteredTier
+from kvtier.tiers.throttled import ThrottledTier
+from kvtier.tiers.wrapper import TierWrapper
 
 
 class OwningHostTier(HostTier):
@@ -48,6 +54,60 @@ class TestHostTierWithBlocksOfOddLength(TierConformance):
 class TestDictTier(TierConformance):
     def make_tier(self, capacity_blocks: int) -> Tier:
         return DictTier(capacity_blocks * self.block_bytes)
+
+
+# ---- around another tier ---------------------------------------------------------------------------------------------
+
+
+def guarded(tier: Tier) -> Tier:
+    return GuardedTier(tier, Breaker(FakeClock()), FakeClock(), timeout_s=1.0)
+
+
+def metered(tier: Tier) -> Tier:
+    return MeteredTier(tier, MonotonicClock())
+
+
+def throttled(tier: Tier) -> Tier:
+    return ThrottledTier(tier, 1 << 20, FakeClock(), wait=lambda seconds: None)
+
+
+def without_faults(tier: Tier) -> Tier:
+    return FaultyTier(tier, seed=1, latency_s=1.0, wait=lambda seconds: None)
+
+
+def all_at_once(tier: Tier) -> Tier:
+    return throttled(guarded(metered(without_faults(tier))))
+
+
+WRAPPERS = {
+    "plain": TierWrapper,
+    "guarded": guarded,
+    "metered": metered,
+    "throttled": throttled,
+    "without faults": without_faults,
+    "all": all_at_once,
+    "the other way round": lambda tier: without_faults(metered(guarded(throttled(tier)))),
+}
+
+
+class WrapperConformance(TierConformance):
+    """Every test of the suite, around each wrapper."""
+
+    wrap: Callable[[Tier], Tier]
+
+    @pytest.fixture(params=WRAPPERS, autouse=True)
+    def wrapper(self, request: pytest.FixtureRequest) -> None:
+        self.wrap = WRAPPERS[request.param]
+
+
+class TestWrappersAroundADictTier(WrapperConformance):
+    def make_tier(self, capacity_blocks: int) -> Tier:
+        return self.wrap(DictTier(capacity_blocks * self.block_bytes))
+
+
+class TestWrappersAroundAHostTier(WrapperConformance):
+    def make_tier(self, capacity_blocks: int) -> Tier:
+        return self.wrap(host_tier(capacity_blocks * self.block_bytes, 4 * self.block_bytes))
 
 
 # ---- tiers that are wrong in one way each ----------------------------------------------------------------------------
@@ -144,7 +204,66 @@ class ForgetsOnContains(DictTier):
         return answers
 
 
+class WritesAroundTheBuffer(DictTier):
+    """As reads of whole pages do that end where the buffer does not."""
+
+    def _read_one(self, request: ReadRequest) -> ReadOutcome:
+        outcome = super()._read_one(request)
+        whole = memoryview(request.buffer.obj)
+        if outcome is ReadOutcome.OK and len(whole) > len(request.buffer):
+            whole[-1] ^= 1
+        return outcome
+
+
+class StoresAKeyTwice(DictTier):
+    """As when a batch is looked up as a whole and written as a whole."""
+
+    def write(self, requests: Sequence[WriteRequest]) -> list[WriteOutcome]:
+        known = self.contains([request.key for request in requests])
+        outcomes = super().write(requests)
+        return [
+            WriteOutcome.STORED if not held and outcome is WriteOutcome.ALREADY_STORED else outcome
+            for held, outcome in zip(known, outcomes, strict=True)
+        ]
+
+
+class CountsAKeyTwice(DictTier):
+    def remove(self, keys: Sequence[Key]) -> int:
+        removed = sum(self.contains(keys))
+        super().remove(keys)
+        return removed
+
+
+class KeepsBlocksOverAnEpoch(DictTier):
+    def start_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+
+class ForgetsItsEpoch(DictTier):
+    @property
+    def epoch(self) -> int:
+        return 0
+
+
+class LosesWhatIsTouched(DictTier):
+    def touch(self, keys: Sequence[Key]) -> None:
+        self.remove(keys)
+
+
+class KnowsWhatIsTouched(DictTier):
+    def touch(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            self._blocks.setdefault(key, b"")
+
+
 WRONG = [
+    WritesAroundTheBuffer,
+    StoresAKeyTwice,
+    CountsAKeyTwice,
+    KeepsBlocksOverAnEpoch,
+    ForgetsItsEpoch,
+    LosesWhatIsTouched,
+    KnowsWhatIsTouched,
     FlipsAByte,
     ServesTheLastBlock,
     IgnoresTheNamespace,
@@ -173,8 +292,9 @@ def failures(make: Callable[[int], Tier]) -> list[str]:
         if name.startswith("test_"):
             suite = Suite()
             tier = suite.make_tier(suite.capacity_blocks)
+            arguments = {"offset": 7} if "offset" in inspect.signature(test).parameters else {}
             try:
-                test(suite, tier)
+                test(suite, tier, **arguments)
                 tier.check_integrity()
             except (AssertionError, ValueError, pytest.fail.Exception):
                 failed.append(name)

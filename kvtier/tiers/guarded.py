@@ -1,0 +1,180 @@
+"""A tier that may be sick: its exceptions become outcomes, and a breaker leaves it alone while it fails or hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from kvtier.breaker import Breaker, Permit
+from kvtier.clock import Clock
+from kvtier.errors import ClosedError, ForkedError
+from kvtier.keys import Key
+from kvtier.tiers.base import ReadOutcome, ReadRequest, Tier, WriteOutcome, WriteRequest
+from kvtier.tiers.wrapper import TierWrapper
+
+__all__ = ["GuardedTier"]
+
+logger = logging.getLogger("kvtier.tiers")
+
+_Request = TypeVar("_Request", ReadRequest, WriteRequest)
+_Outcome = TypeVar("_Outcome", ReadOutcome, WriteOutcome)
+
+
+class _Call:
+    """A read or write that the tier has not come back from."""
+
+    __slots__ = ("permit", "start", "tripped")
+
+    def __init__(self, permit: Permit, start: float) -> None:
+        self.permit = permit
+        self.start = start
+        self.tripped = False
+
+
+class GuardedTier(TierWrapper):
+    """Reads and writes go through the breaker; where it refuses, every block is REFUSED and the tier is not touched.
+
+    What counts as a failure of the device: an exception, any block that ended in ERROR, and a call that took longer
+    than `timeout_s`. Anything else is an answer, a miss and a full tier too. A call that is still under way after
+    `timeout_s` is found when someone looks (`is_available`, `num_overdue` or another call) and opens the breaker at
+    once; nothing can end it, so its thread stays away until the device lets it go. When it comes back well after all,
+    the breaker asks the device soon.
+
+    Raises ClosedError and ForkedError of the tier, which are no sickness, and nothing else from reads, writes and
+    `contains`. Adds no waiting of its own: whatever blocks is the tier.
+
+    Mutable state: `_calls`, `_errors`, guarded by `_lock`, which is never held while the tier works. Lock order:
+    `_lock`, then the breaker's.
+    """
+
+    def __init__(self, tier: Tier, breaker: Breaker, clock: Clock, timeout_s: float) -> None:
+        super().__init__(tier)
+        self._breaker = breaker
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._calls: dict[int, _Call] = {}  # by a number of its own, oldest first
+        self._num_calls = 0
+        self._errors: Counter[str] = Counter()
+
+    @property
+    def breaker(self) -> Breaker:
+        return self._breaker
+
+    @property
+    def is_available(self) -> bool:
+        """Whether a call would be let through now. Never blocks; meant to be asked often, by any thread."""
+        self._trip_overdue()
+        return self._breaker.would_allow()
+
+    @property
+    def num_overdue(self) -> int:
+        """Calls under way for longer than `timeout_s`: so many threads are away. Never blocks."""
+        return self._trip_overdue()
+
+    @property
+    def errors(self) -> Mapping[str, int]:
+        """Exceptions of the tier that became outcomes, by type."""
+        with self._lock:
+            return dict(self._errors)
+
+    def contains(self, keys: Sequence[Key]) -> list[bool]:
+        """As the tier says, whatever its breaker; where that raises, nothing is there."""
+        try:
+            return self._inner.contains(keys)
+        except (ClosedError, ForkedError):
+            raise
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - counted and logged
+            self._count(error, "contains")
+            return [False] * len(keys)
+
+    def read(self, requests: Sequence[ReadRequest]) -> list[ReadOutcome]:
+        return self._guarded("read", self._inner.read, requests, ReadOutcome.REFUSED, ReadOutcome.ERROR)
+
+    def write(self, requests: Sequence[WriteRequest]) -> list[WriteOutcome]:
+        return self._guarded("write", self._inner.write, requests, WriteOutcome.REFUSED, WriteOutcome.ERROR)
+
+    def _guarded(
+        self,
+        verb: str,
+        operation: Callable[[Sequence[_Request]], list[_Outcome]],
+        requests: Sequence[_Request],
+        refused: _Outcome,
+        failed: _Outcome,
+    ) -> list[_Outcome]:
+        if not requests:  # would be a probe that tries nothing
+            return operation(requests)
+        self._trip_overdue()
+        permit = self._breaker.try_acquire()
+        if permit is None:
+            return [refused] * len(requests)
+        number, call = self._begin(permit)
+        outcomes: list[_Outcome] | None = None
+        try:
+            outcomes = operation(requests)
+        except (ClosedError, ForkedError):
+            raise
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - counted and logged
+            self._count(error, verb)
+            outcomes = [failed] * len(requests)
+        finally:
+            self._end(number, call, well=None if outcomes is None else failed not in outcomes)
+        return outcomes
+
+    # ---- calls under way -----------------------------------------------------------------------------------------
+
+    def _begin(self, permit: Permit) -> tuple[int, _Call]:
+        with self._lock:
+            self._num_calls += 1
+            number, call = self._num_calls, _Call(permit, self._clock.now())
+            self._calls[number] = call
+        return number, call
+
+    def _end(self, number: int, call: _Call, *, well: bool | None) -> None:
+        """well: None where an exception passes that says nothing of the device."""
+        with self._lock:
+            del self._calls[number]
+            in_time = self._clock.now() - call.start <= self._timeout_s
+        if well is None:
+            call.permit.cancel()
+        elif well and (in_time or call.tripped):  # one that tripped has counted as a failure; its answer now is news
+            call.permit.succeed()
+        else:
+            call.permit.fail()
+
+    def _trip_overdue(self) -> int:
+        """Open the breaker for every overdue call that has not done so; how many calls are overdue."""
+        if not self._calls:
+            return 0
+        with self._lock:
+            late_start = self._clock.now() - self._timeout_s
+            overdue = [call for call in self._calls.values() if call.start < late_start]
+            new = [call for call in overdue if not call.tripped]
+            for call in new:
+                call.tripped = True
+                call.permit.overdue()
+        if new:
+            logger.warning(
+                "the %s tier: %d calls have not come back in %g s; it is left alone for a while",
+                self.name,
+                len(new),
+                self._timeout_s,
+            )
+        return len(overdue)
+
+    def _count(self, error: BaseException, verb: str) -> None:
+        kind = type(error).__name__
+        with self._lock:
+            self._errors[kind] += 1
+            first = self._errors[kind] == 1
+        if first:
+            logger.error(
+                "%s of the %s tier raised; from now on exceptions of this type are only counted",
+                verb,
+                self.name,
+                exc_info=error,
+            )
