@@ -1,4 +1,4 @@
-"""The command line: `kvtier config`, and the subcommands that installed packages register under `kvtier.commands`.
+"""The command line: `kvtier config`, `ls`, `verify`, and what installed packages register under `kvtier.commands`.
 
 An entry point of that group names a `typer.Typer` or a function with annotated parameters. It is imported when its
 command runs, so listing the commands imports neither torch nor the packages that stand on the core.
@@ -17,7 +17,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from kvtier import __version__
+from kvtier import __version__, disk_commands
 from kvtier.errors import KVTierError
 
 __all__ = ["COMMAND_GROUP", "build_app", "main"]
@@ -39,7 +39,9 @@ class _Listing(NamedTuple):
 # What `kvtier --help` shows for the commands of this distribution, without importing them.
 _LISTINGS = {
     "bench": _Listing("Measure storing, restoring and lookup against what the machine can do.", None),
-    "demo": _Listing("Chat sessions on a real model whose KV cache is stored in host memory and restored.", "engine"),
+    "demo": _Listing(
+        "Chat sessions on a real model whose KV cache is stored in host memory and on disk, and restored.", "engine"
+    ),
     "selftest": _Listing("Prove on the configured store that restored blocks are bit-equal to stored ones.", None),
 }
 
@@ -90,6 +92,8 @@ def build_app(commands: Iterable[EntryPoint]) -> typer.Typer:
     )
     app.callback()(_root)
     app.command("config")(_config)
+    app.command("ls")(disk_commands.ls)
+    app.command("verify")(disk_commands.verify)
     for command in sorted(commands, key=lambda command: command.name):
         _register(app, command)
     return app

@@ -17,7 +17,7 @@ from kvtier.reasons import DropReason, MissReason
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-__all__ = ["Ledger", "LedgerSnapshot", "Snapshot", "StatsCollector", "StatsSnapshot", "StoreCounters"]
+__all__ = ["DiskStats", "Ledger", "LedgerSnapshot", "Snapshot", "StatsCollector", "StatsSnapshot", "StoreCounters"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,62 @@ class StoreCounters:
         self.stored_blocks = 0
         self.stored_bytes = 0
         self.resets = 0
+        self.hits: Counter[str] = Counter()
         self.misses: Counter[MissReason] = Counter()
+        self.fallbacks: Counter[MissReason] = Counter()
         self.errors: Counter[str] = Counter()
+
+
+@dataclass(frozen=True, slots=True)
+class DiskStats:
+    """One moment of the disk tier. Counters run from its opening."""
+
+    blocks: int
+    """Blocks on disk that can be read."""
+    used_bytes: int
+    """What its files take of the file systems, headers and spare segments included."""
+    capacity_bytes: int
+    """`disk.size`: never passed."""
+    reads: Mapping[str, int]
+    """Blocks that were to be read, by outcome."""
+    read_bytes: int
+    """Bytes of blocks that were read well."""
+    read_seconds: float
+    """Time inside the tier, all threads together."""
+    writes: Mapping[str, int]
+    """Blocks that were to be written, by outcome."""
+    written_bytes: int
+    """Bytes of blocks that were stored."""
+    write_seconds: float
+    """As `read_seconds`."""
+    device_written_bytes: int
+    """All that was written to the devices: blocks, headers, indices, re-admissions."""
+    evicted_blocks: int
+    """Blocks that went with their segment."""
+    readmitted_blocks: int
+    """Blocks of such segments that were used, and so written again."""
+    recovered_blocks: int
+    """Blocks found at start."""
+    damaged_blocks: int
+    """Blocks whose bytes were not those written; each forgotten at once."""
+    reclaimed_files: int
+    """Leftovers of crashes removed at start."""
+    errors: Mapping[str, int]
+    """Exceptions of the tier turned into misses and drops, by type."""
+    ledger: LedgerSnapshot
+    """Where every block went that was to be written."""
+    queued_bytes: int
+    """Blocks that wait to be written, or are being written: host memory that cannot be evicted now."""
+    available: int
+    """1 while it may be asked, 0 while its breaker is open."""
+    breaker_opened: int
+    """Times that it was found sick."""
+    breaker_refused: int
+    """Reads and writes refused meanwhile."""
+    modes: Mapping[str, str]
+    """By directory: `direct`, or `buffered` where the file system refuses direct I/O."""
+    read_only: Mapping[str, str]
+    """Directories that take no writes now, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +155,8 @@ class StatsSnapshot:
     """Blocks those admissions asked for: the full blocks that the engine's own prefix cache did not have."""
     hit_blocks: int
     """Blocks of those that were here: `hit_blocks / asked_blocks` is the hit rate."""
+    hits: Mapping[str, int]
+    """Those blocks by the tier that had them when the request came; they add up to `hit_blocks`."""
     misses: Mapping[str, int]
     """Blocks asked for and not served, by reason: `asked = hit + sum(misses)`, until a restore of a hit fails."""
     stored_blocks: int
@@ -125,6 +181,14 @@ class StatsSnapshot:
     """How much of the pool is locked in memory."""
     leases: int
     """Leases out now."""
+    fallbacks: Mapping[str, int]
+    """Requests that waited for a lower tier in vain, wholly or in part, by reason: the rest is recomputed."""
+    staged_blocks: int
+    """Blocks asked of lower tiers, well or not, each once however many requests waited for it."""
+    staging_bytes: int
+    """Bytes of host memory that reads of lower tiers may write now."""
+    disk: DiskStats | None = None
+    """The disk tier; None without one."""
 
     @property
     def hit_rate(self) -> float:
@@ -143,9 +207,28 @@ GAUGES = frozenset(
         "pending",
         "live_requests",
         "in_flight_blocks",
+        "staging_bytes",
+        "blocks",
+        "used_bytes",
+        "capacity_bytes",
+        "queued_bytes",
+        "available",
+        "modes",
+        "read_only",
     }
 )
-LABELS = {"misses": "reason", "errors": "type", "dropped": "reason"}
+LABELS = {
+    "misses": "reason",
+    "errors": "type",
+    "dropped": "reason",
+    "hits": "tier",
+    "fallbacks": "reason",
+    "reads": "outcome",
+    "writes": "outcome",
+    "modes": "directory",
+    "read_only": "directory",
+}
+WORDS = {"modes": "mode", "read_only": "reason"}
 
 
 class Snapshot(Protocol):
@@ -178,12 +261,17 @@ def _families(prefix: str, snapshot: Snapshot, labels: Mapping[str, str]) -> Ite
     for field in fields(snapshot):
         name, value = f"{prefix}_{field.name}", getattr(snapshot, field.name)
         help_text = field.name.replace("_", " ")
+        if value is None:  # a tier that is not there
+            continue
         if is_dataclass(value) and not isinstance(value, type):
             yield from _families(name, value, labels)
             continue
         make = GaugeMetricFamily if field.name in GAUGES else CounterMetricFamily
         own = [LABELS[field.name]] if field.name in LABELS else []
+        if field.name in WORDS:  # Prometheus has numbers only: the word is a label, and the value 1
+            own.append(WORDS[field.name])
         family = make(name, help_text, labels=[*labels, *own])
         for label, count in value.items() if own else [(None, value)]:
-            family.add_metric([*labels.values(), *([str(label)] if own else [])], count)
+            words = [str(label), str(count)] if field.name in WORDS else [str(label)] if own else []
+            family.add_metric([*labels.values(), *words], 1 if field.name in WORDS else count)
         yield family

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.clock import Clock, MonotonicClock
 from kvtier.config import MemorySnapshot, Settings
-from kvtier.errors import ClosedError, ConfigError, LayoutError
+from kvtier.errors import ClosedError, ConfigError, LayoutError, TierError
+from kvtier.executor import Executor
 from kvtier.keys import BlockDigest, Namespace
+from kvtier.lower import LowerTier, open_disk
 from kvtier.memory import Pinner, PoolMemory
 from kvtier.metrics import StatsSnapshot, StoreCounters
 from kvtier.pool import HostPool, Lease, Owner
 from kvtier.reasons import DropReason, MissReason
+from kvtier.stage import Stage
+from kvtier.staging import Stager
 from kvtier.tickets import Ticket
-from kvtier.tiers.host import Eviction, HostTier, Reservation
+from kvtier.tiers.host import HostTier
+from kvtier.tiers.reservation import Eviction, Reservation
+
+if TYPE_CHECKING:
+    from kvtier.tiers.disk import Files
 
 __all__ = ["Lookup", "Space", "Store"]
 
@@ -37,7 +47,8 @@ class Lookup:
 class Store:
     """Owns the host pool and the tiers of one process. Opened once, shared by the spaces of several layouts.
 
-    Every call decides in memory and returns at once; none does I/O. Calls may come from any thread. A store opened
+    Calls decide in memory and return at once; lower tiers do their I/O on threads of their own. Opening, `reset`,
+    `flush` and `close` may wait for a lower tier, each within a bound. Calls may come from any thread. A store opened
     before a fork refuses to be used in the child, where its threads and locks would be dead copies.
     """
 
@@ -48,10 +59,14 @@ class Store:
         memory: MemorySnapshot | None = None,
         pinner: Pinner | None = None,
         touch: bool = True,
+        clock: Clock | None = None,
+        disk_executor: Executor | None = None,
+        disk_files: Files | None = None,
     ) -> None:
-        """Open the pool; it is usable at once. Raises ConfigError for a size or a lock that the machine refuses.
+        """Open the pool, usable at once, and the disk tier, which takes as long as reading its indices does.
 
-        memory: what the size is checked against, read from the machine if not given. pinner, touch: for tests.
+        Raises ConfigError for a size or a lock that the machine refuses, or a directory that cannot be used. memory:
+        what the size is checked against, read from the machine if not given. The rest is for tests.
         """
         if not isinstance(settings, Settings):
             raise ConfigError(f"settings must come from kvtier.config.load_settings, not {type(settings).__name__}")
@@ -66,17 +81,29 @@ class Store:
                 host.workers,
                 memory.describe(),
             )
-        self._memory = PoolMemory(pool_bytes, pin=host.pin, pinner=pinner, touch=touch)
-        try:
-            self._pool = HostPool(self._memory, host.slab)
-            self._host = HostTier(self._pool)
-        except BaseException:
-            self._memory.close()
-            raise
         self._settings = settings
         self._counters = StoreCounters()
-        self._epoch = 0
         self._closed = False
+        self._clock = clock or MonotonicClock()
+        disk = open_disk(settings.disk, self._clock, disk_files) if settings.disk.path else None
+        try:
+            self._memory = PoolMemory(pool_bytes, pin=host.pin, pinner=pinner, touch=touch)
+            try:
+                self._pool = HostPool(self._memory, host.slab)
+                self._host = HostTier(self._pool)
+                self._lower: list[LowerTier] = []
+                if disk is not None:
+                    lower = LowerTier(disk, settings.disk, self._host, self._pool, self._clock, disk_executor)
+                    self._lower.append(lower)
+            except BaseException:
+                self._memory.close()
+                raise
+        except BaseException:
+            if disk is not None:
+                disk.close()
+            raise
+        self._stager = Stager(self._host, self._pool, self._lower, settings.restore.max_staging, self._clock)
+        self._epoch = max((tier.epoch for tier in self._lower), default=0)
 
     @property
     def settings(self) -> Settings:
@@ -91,8 +118,17 @@ class Store:
         return self._pool
 
     @property
+    def stager(self) -> Stager:
+        return self._stager
+
+    @property
+    def lower(self) -> Sequence[LowerTier]:
+        """The tiers below host memory, in the order in which they are asked."""
+        return self._lower
+
+    @property
     def epoch(self) -> int:
-        """Counts resets; part of every namespace digest."""
+        """Counts resets, across restarts where a lower tier remembers them; part of every namespace digest."""
         return self._epoch
 
     @property
@@ -109,23 +145,43 @@ class Store:
     def reset(self) -> int:
         """Make everything stored so far unreachable, in every tier, and start a new epoch; returns blocks forgotten.
 
-        For new weights under the same name. Copies under way end as `DropReason.RESET`; leases keep their bytes.
+        For new weights under the same name. Copies under way end as `DropReason.RESET`; leases keep their bytes. Waits
+        for lower tiers to remember it, for seconds at most each; raises TierError if one could not. This process is
+        safe even then: it asks under the new epoch.
         """
         self.check_usable()
         self._epoch += 1
         with self._counters.lock:
             self._counters.resets += 1
-        return sum(self._host.reset(namespace) for namespace in self._host.namespaces())
+        forgotten = sum(self._host.reset(namespace) for namespace in self._host.namespaces())
+        failures: list[TierError] = []
+        for lower in self._lower:
+            try:
+                lower.start_epoch(self._epoch)
+            except TierError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+        return forgotten
+
+    def flush(self, timeout: float) -> int:
+        """Wait until every block of host memory that is due below is written, at most `timeout` seconds; how many
+        blocks are not. Not for the engine's step."""
+        self.check_usable()
+        deadline = time.monotonic() + timeout
+        return sum(lower.flush(max(0.0, deadline - time.monotonic())) for lower in self._lower)
 
     def stats(self) -> StatsSnapshot:
         """A snapshot; cheap enough for every scrape."""
         self._host.check_process()
         counters, usage = self._counters, self._pool.usage()
+        disk = self._lower[0].stats() if self._lower else None
         with counters.lock:
             return StatsSnapshot(
                 lookups=counters.lookups,
                 asked_blocks=counters.asked_blocks,
                 hit_blocks=counters.hit_blocks,
+                hits=dict(counters.hits),
                 misses={reason.value: count for reason, count in sorted(counters.misses.items())},
                 stored_blocks=counters.stored_blocks,
                 stored_bytes=counters.stored_bytes,
@@ -138,11 +194,18 @@ class Store:
                 host_touched_bytes=usage.touched_bytes,
                 host_pinned_bytes=usage.pinned_bytes,
                 leases=usage.num_leases,
+                fallbacks={reason.value: count for reason, count in sorted(counters.fallbacks.items())},
+                staged_blocks=self._stager.num_reads,
+                staging_bytes=self._stager.inflight_bytes,
+                disk=disk,
             )
 
     def check_integrity(self) -> None:
         """Raises IntegrityError when pool, index and order disagree. O(blocks): for tests and `kvtier selftest`."""
         self._host.check_integrity()
+        self._stager.check_integrity()
+        for lower in self._lower:
+            lower.check_integrity()
 
     def check_usable(self) -> None:
         """Raises ClosedError after `close`, ForkedError in a forked child."""
@@ -150,11 +213,15 @@ class Store:
             raise ClosedError("the store is closed")
         self._host.check_process()
 
-    def close(self) -> None:
-        """Unmap the pool. The connector has stopped its copies first. Idempotent; in a forked child it does nothing."""
+    def close(self, timeout: float = 5.0) -> None:
+        """Stop the lower tiers, within `timeout` seconds, and unmap the pool. What is not written by then is dropped:
+        `flush` first. The connector has stopped its copies before. Idempotent; in a forked child it does nothing."""
         if self._closed or self._host.is_forked:
             return
         self._closed = True
+        for lower in self._lower:
+            lower.close(timeout)
+        self._stager.close()
         self._host.close()
         self._pool.close()
 
@@ -203,13 +270,43 @@ class Space:
         """Which leading blocks of a prompt are held. Pure: no lease, no recency, no statistics."""
         self._store.check_usable()
         held = self._host.committed_run(self.digest, digests)
-        miss = None if held == len(digests) else self._host.why_missing(self.digest, digests[held])
+        miss = None if held == len(digests) else self._why_missing(digests[held])
         return Ticket.resolved(Lookup(held, miss))
+
+    def _why_missing(self, digest: BlockDigest) -> MissReason:
+        miss = self._host.why_missing(self.digest, digest)
+        if miss is not MissReason.BEING_STORED:
+            for lower in self._store.lower:
+                if lower.holds(self.digest, digest):
+                    return MissReason.NOT_STAGED if lower.is_available else MissReason.TIER_DOWN
+        return miss
+
+    def stage(
+        self, name: str, digests: Sequence[BlockDigest], parent: BlockDigest | None, max_wait_s: float
+    ) -> Stage | None:
+        """Begin to bring a prompt's blocks from lower tiers to host memory; None if those have none.
+
+        See `Stager.begin`. name: the request's, for messages. parent: the block before `digests`. Never blocks.
+        """
+        self._store.check_usable()
+        return self._store.stager.begin(name, self.digest, digests, parent, self.block_bytes, max_wait_s)
+
+    def note_use(self, digests: Sequence[BlockDigest], parent: BlockDigest | None) -> None:
+        """A prompt was admitted that begins with these blocks: tell the lower tiers, which did not serve them all."""
+        self._store.check_usable()
+        for lower in self._store.lower:
+            lower.note_use(self.digest, digests, parent)
 
     def holds(self, digest: BlockDigest) -> bool:
         """True when the block is in the host tier or being copied there: there is nothing left to store."""
         self._host.check_process()
         return self._host.state(self.digest, digest) is not None
+
+    def reaches(self, digest: BlockDigest) -> bool:
+        """True when some tier has the block, or is about to: those that continue it can be restored."""
+        return self.holds(digest) or any(
+            lower.is_available and lower.holds(self.digest, digest) for lower in self._store.lower
+        )
 
     def lease(self, digests: Sequence[BlockDigest], owner: Owner) -> list[Lease]:
         """Leases on the leading blocks held, which count as used now."""
@@ -235,15 +332,31 @@ class Space:
         """Give a reserved slot back. Idempotent."""
         self._host.abort(reservation)
 
-    def count_lookup(self, asked: int, hit: int, miss: MissReason | None) -> None:
-        """Count one admission, once: `asked` blocks of which `hit` are served and the rest missed for one reason."""
+    def count_lookup(
+        self, asked: int, hit: int, miss: MissReason | None, staged: Mapping[str, int] | None = None
+    ) -> None:
+        """Count one admission, once: `asked` blocks of which `hit` are served and the rest missed for one reason.
+
+        staged: how many of them came from lower tiers for this request, by tier; the rest are host memory's.
+        """
         counters = self._store.counters
         with counters.lock:
             counters.lookups += 1
             counters.asked_blocks += asked
             counters.hit_blocks += hit
+            left = hit
+            for tier, num_blocks in [*(staged or {}).items(), (self._host.name, hit)]:
+                if served := min(left, num_blocks):
+                    counters.hits[tier] += served
+                    left -= served
             if asked > hit:
                 counters.misses[miss or MissReason.ABSENT] += asked - hit
+
+    def count_fallback(self, reason: MissReason) -> None:
+        """Count a request that waited for a lower tier in vain."""
+        counters = self._store.counters
+        with counters.lock:
+            counters.fallbacks[reason] += 1
 
     def count_error(self, error: BaseException) -> None:
         counters = self._store.counters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
 import threading
@@ -18,6 +19,28 @@ settings.register_profile("thorough", settings.get_profile("default"), max_examp
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 LEAK_DEADLINE_S = 5.0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--soak-seconds", type=float, default=0.0, help="go on with new seeds for so long in each test marked soak"
+    )
+
+
+@pytest.fixture
+def seeds(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Seeds for a test marked soak: one, or as many as `--soak-seconds` leaves time for. Printed, for a failure."""
+    first = int(request.config.option.hypothesis_seed)
+    end = time.monotonic() + request.config.getoption("--soak-seconds")
+
+    def draw() -> Iterator[int]:
+        for seed in itertools.count(first):
+            print(f"seed {seed}")
+            yield seed
+            if time.monotonic() >= end:
+                return
+
+    return draw()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,6 +1,6 @@
 """Engine-facing side of kvtier: the connector contract and its implementation."""
 
-from kvtier_connectors.connector import Connector
+from kvtier_connectors.connector import Connector, FlushResult
 from kvtier_connectors.contract import (
     WRITTEN,
     BlockPoolView,
@@ -9,6 +9,7 @@ from kvtier_connectors.contract import (
     CopyDirection,
     CopyJob,
     CopyResult,
+    KVOptions,
     Match,
     RequestInfo,
     RestoreOutcome,
@@ -28,6 +29,8 @@ __all__ = [
     "CopyDirection",
     "CopyJob",
     "CopyResult",
+    "FlushResult",
+    "KVOptions",
     "KVTierScheduler",
     "KVTierWorker",
     "Match",

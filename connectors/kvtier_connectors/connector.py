@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -12,12 +15,12 @@ from kvtier.executor import Executor
 from kvtier.keys import Namespace
 from kvtier.layout import KVLayout
 from kvtier.store import Space, Store
-from kvtier_connectors.contract import BlockPoolView
+from kvtier_connectors.contract import WRITTEN, BlockPoolView, RestoreOutcome, StepDemand, WriteFence
 from kvtier_connectors.scheduler import KVTierScheduler
 from kvtier_connectors.worker import KVTierWorker
 from kvtier_kernels import BlockPlanes
 
-__all__ = ["Connector", "sizing_warning"]
+__all__ = ["Connector", "FlushResult", "sizing_warning"]
 
 logger = logging.getLogger("kvtier.connector")
 
@@ -46,6 +49,23 @@ def _check_planes(planes: BlockPlanes, layout: KVLayout, num_blocks: int) -> Non
         raise LayoutError(f"the block pool has {num_blocks} blocks, its planes {planes.num_blocks}")
 
 
+@dataclass(frozen=True, slots=True)
+class FlushResult:
+    """What a flush came to.
+
+    num_unstored: blocks that are in no tier below the GPU, or not in the lowest that should have them.
+    outcomes: restores that ended meanwhile, for the engine as those of `complete`.
+    """
+
+    num_unstored: int
+    outcomes: tuple[RestoreOutcome, ...]
+
+
+POLL_S = 0.1
+FLUSH_SHARE = 0.8  # of the time that a close may take
+MIN_CLOSE_S = 0.5
+
+
 class Connector:
     """kvtier in one process with its engine: owns the store, unless one is given, and both halves."""
 
@@ -65,6 +85,7 @@ class Connector:
         """
         _check_planes(planes, namespace.layout, pool.num_blocks)
         self._owns_store = store is None
+        self._closed = False
         self.store = Store(settings) if store is None else store
         try:
             self.space: Space = self.store.open_space(namespace)
@@ -72,9 +93,11 @@ class Connector:
             if warning is not None:
                 logger.warning("%s", warning)
             self.worker = KVTierWorker(planes, self.space.buffer, executor=executor)
+            self._unsubscribe = self.store.stager.subscribe(self.worker.wake)
             try:
                 self.scheduler = KVTierScheduler(self.store, self.space, pool, settings)
             except BaseException:
+                self._unsubscribe()
                 self.worker.close(0.0)
                 raise
         except BaseException:
@@ -82,12 +105,68 @@ class Connector:
                 self.store.close()
             raise
 
-    def close(self, timeout: float = 5.0) -> None:
-        """Stop copies within `timeout` seconds, account for what is left, unmap. Idempotent."""
-        self.scheduler.complete(self.worker.close(timeout))
+    def flush(self, timeout: float, reused: Sequence[int] = (), written: WriteFence | None = WRITTEN) -> FlushResult:
+        """Store every publishable block, down to the lowest tier, within `timeout` seconds.
+
+        Blocks the caller: for between steps, before a shutdown. reused, written: as in `plan_step` and `submit`; name
+        what was handed out since the last plan.
+        """
+        deadline = time.monotonic() + timeout
+        self.scheduler.begin_flush()
+        try:
+            outcomes = self._store_all(deadline, reused, written)
+            num_unstored = self.scheduler.num_unflushed + self.scheduler.stats().ledger.pending
+        finally:
+            self.scheduler.end_flush()
+        num_unwritten = self.store.flush(max(0.0, deadline - time.monotonic()))
+        return FlushResult(num_unstored + num_unwritten, tuple(outcomes))
+
+    def _store_all(self, deadline: float, reused: Sequence[int], written: WriteFence | None) -> list[RestoreOutcome]:
+        """Copy what is to be flushed to host memory, in rounds; the restores that ended meanwhile."""
+        outcomes: list[RestoreOutcome] = []
+        stats = self.scheduler.stats()
+        while (left := deadline - time.monotonic()) > 0:
+            # A round takes the slots of blocks that came to host memory before: those not written by then are lost.
+            asked_at = time.monotonic()
+            self.store.flush(left / 2)
+            may_get_room = time.monotonic() - asked_at >= left / 2
+            self.scheduler.make_all_due()
+            plan = self.scheduler.plan_step(reused, StepDemand(0, 0, 0))
+            reused = ()
+            self.worker.submit(plan, written)
+            outcomes += self._await_copies(deadline)
+            before, stats = stats, self.scheduler.stats()
+            if not (self.scheduler.num_unflushed or stats.ledger.pending):
+                break
+            if not plan.jobs and stats.ledger.stored == before.ledger.stored and not may_get_room:
+                break  # what is left finds no room, now or later
+        return outcomes
+
+    def _await_copies(self, deadline: float) -> list[RestoreOutcome]:
+        outcomes: list[RestoreOutcome] = []
+        while self.scheduler.stats().in_flight_blocks and (left := deadline - time.monotonic()) > 0:
+            outcomes += self.scheduler.complete(self.worker.poll(min(left, POLL_S)))
+        return outcomes
+
+    def close(self, timeout: float = 5.0, reused: Sequence[int] = ()) -> None:
+        """Stop copies, account for what is left, unmap. Idempotent. Between steps.
+
+        What others can still find afterwards, in a lower tier or a store that is shared, is flushed first; all of it
+        ends within `timeout` seconds, and a little more where a device hangs. reused: as in `flush`.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        deadline = time.monotonic() + timeout
+        if self.store.lower or not self._owns_store:
+            result = self.flush(timeout * FLUSH_SHARE, reused)
+            if result.num_unstored:
+                logger.warning("%d blocks were not stored within %g s and are lost", result.num_unstored, timeout)
+        self.scheduler.complete(self.worker.close(max(MIN_CLOSE_S, deadline - time.monotonic())))
         self.scheduler.close()
+        self._unsubscribe()
         if self._owns_store:
-            self.store.close()
+            self.store.close(max(MIN_CLOSE_S, deadline - time.monotonic()))
 
     def __enter__(self) -> Self:
         return self

@@ -4,7 +4,8 @@ A request's life, as the engine calls it (docs/embedding.md has a whole engine):
 
     start_request -> match -> admit -> [landing: complete names the blocks] -> publish ... -> finish_request
 
-and once a step `plan_step` -> worker `submit`, worker `poll` -> `complete`. The scheduler half runs on the engine's
+A request whose blocks are on their way from a lower tier waits: `match` says so, and is asked again at the next step.
+And once a step `plan_step` -> worker `submit`, worker `poll` -> `complete`. The scheduler half runs on the engine's
 thread and never blocks; the worker half copies on a thread of its own. No method lets an exception out: what goes wrong
 is a miss or a drop with a reason, counted and logged. Only ids cross between the halves, so that they may live in
 different processes.
@@ -16,8 +17,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 from typing import Protocol
 
+from kvtier.errors import ConfigError
 from kvtier.keys import BlockDigest
 from kvtier.reasons import MissReason
 
@@ -31,6 +34,7 @@ __all__ = [
     "CopyFailure",
     "CopyJob",
     "CopyResult",
+    "KVOptions",
     "Match",
     "RequestInfo",
     "RestoreOutcome",
@@ -82,17 +86,50 @@ WRITTEN: WriteFence = _Written()
 
 
 @dataclass(frozen=True, slots=True)
+class KVOptions:
+    """What one request asks of kvtier. Raises ConfigError for values that mean nothing.
+
+    restore: False opts out: nothing is restored for it and no hit rate counts it.
+    store: False keeps the blocks that it fills out of every tier. One that another request had computed, or computes
+        later, is stored for that request.
+    max_wait_s: seconds it waits at most for blocks to come to host memory; None is `restore.max_wait_s`, 0 takes only
+        what is there.
+    max_restore_tokens: the most of its prompt that is restored; None is all of it.
+    """
+
+    restore: bool = True
+    store: bool = True
+    max_wait_s: float | None = None
+    max_restore_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("restore", "store"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"KVOptions.{name} must be True or False, not {getattr(self, name)!r}")
+        wait, tokens = self.max_wait_s, self.max_restore_tokens
+        if wait is not None and (isinstance(wait, bool) or not isinstance(wait, (int, float)) or not 0 <= wait < inf):
+            raise ConfigError(f"KVOptions.max_wait_s must be seconds from 0 on, or None, not {wait!r}")
+        if tokens is not None and (type(tokens) is not int or tokens < 0):
+            raise ConfigError(f"KVOptions.max_restore_tokens must be an integer from 0 on, or None, not {tokens!r}")
+
+
+NO_OPTIONS = KVOptions()
+
+
+@dataclass(frozen=True, slots=True)
 class RequestInfo:
     """A request as the connector knows it.
 
     request_id: unique among live requests; a finished id may be used again.
     digests: one digest per full block of the request's tokens; the same list, growing as tokens come.
-    restore: False opts out: nothing is restored for it and no hit rate counts it.
+    num_local_blocks: leading blocks that the engine's own prefix cache holds as the request arrives: those behind them
+        are looked for in lower tiers.
     """
 
     request_id: str
     digests: Sequence[BlockDigest]
-    restore: bool = True
+    options: KVOptions = NO_OPTIONS
+    num_local_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +137,13 @@ class Match:
     """What could be restored of a prompt.
 
     num_blocks: blocks after the local ones that could land now. miss: why the next one could not; None if none is left.
+    is_staging: blocks are on their way to host memory, within the request's limit: ask again in the next step, and let
+    others pass. Admitting it all the same is allowed, and gives up the wait.
     """
 
     num_blocks: int
     miss: MissReason | None
+    is_staging: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,13 +229,17 @@ class ConnectorScheduler(ABC):
 
     @abstractmethod
     def start_request(self, request: RequestInfo) -> None:
-        """A request arrived. From here on its blocks may be asked for."""
+        """A request arrived.
+
+        From here on its blocks may be asked for; those that only lower tiers hold begin to move to host memory.
+        """
 
     @abstractmethod
     def match(self, request_id: str, num_local_blocks: int, max_blocks: int) -> Match:
         """How many of blocks `num_local_blocks ..`, at most `max_blocks`, could be restored.
 
-        Pure: may be asked at every step; counts and touches nothing. The engine leaves at least one token to compute.
+        Pure: may be asked at every step; counts and touches nothing, and costs nothing while it is staging. The engine
+        leaves at least one token to compute.
         """
 
     @abstractmethod
@@ -238,11 +282,14 @@ class ConnectorScheduler(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget all KV, here and in every tier: the engine forgets its own too. Copies under way come to nothing."""
+        """Forget all KV, here and in every tier: the engine forgets its own too. Copies under way come to nothing.
+
+        Between steps: waits, within a bound, for lower tiers to remember it.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Drop what is not stored, with a reason, and end every lease. Idempotent.
+        """Drop what is not stored, with a reason, and end every lease. Idempotent. Between steps.
 
         The worker was closed first. Blocks of copies that did not end within its bound stay pinned, and their slots
         leased: something may still write them.

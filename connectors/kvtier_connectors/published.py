@@ -69,6 +69,9 @@ class PublishedBlocks:
     def ids(self) -> list[int]:
         return list(self._by_id)
 
+    def dirty_ids(self) -> list[int]:
+        return sorted(self._dirty)
+
     def mark_clean(self, block_id: int) -> None:
         self._dirty.discard(block_id)
 

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import operator
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Concatenate, ParamSpec, TypeVar, cast
+from typing import cast
 
 from kvtier.config import Settings
 from kvtier.keys import BlockDigest
 from kvtier.metrics import LedgerSnapshot
 from kvtier.reasons import MissReason
-from kvtier.store import Space, Store
-from kvtier.tiers.host import Eviction
+from kvtier.store import Lookup, Space, Store
+from kvtier.tiers.reservation import Eviction
+from kvtier_connectors.arriving import Arrival, ArrivalFlow
 from kvtier_connectors.contract import (
     NO_COPIES,
     BlockPoolView,
@@ -33,6 +33,7 @@ from kvtier_connectors.contract import (
 )
 from kvtier_connectors.due import due_policy
 from kvtier_connectors.faults import CAUGHT
+from kvtier_connectors.hooks import hook
 from kvtier_connectors.landing import Landing, LandingFlow
 from kvtier_connectors.published import PublishedBlock, PublishedBlocks
 from kvtier_connectors.storing import StoreFlow
@@ -41,11 +42,9 @@ __all__ = ["ConnectorStats", "KVTierScheduler"]
 
 logger = logging.getLogger("kvtier.connector")
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 MAX_NOTED_EVICTIONS = 1 << 16
 
+NO_BLOCKS = Lookup(0, None)
 NOTHING_HELD = Match(0, MissReason.TIER_ERROR)
 
 
@@ -75,28 +74,8 @@ class _Request:
     epoch_digest: bytes
     """The namespace when it began; after a reset its blocks are of no use to others, and theirs not to it."""
     admitted: bool = False
+    arrival: Arrival | None = None
     landing: Landing | None = None
-
-
-def hook(
-    fallback: Callable[[], R],
-) -> Callable[[Callable[Concatenate[KVTierScheduler, P], R]], Callable[Concatenate[KVTierScheduler, P], R]]:
-    """A contract method that lets no exception out: logged, counted by type, and answered with `fallback()`."""
-
-    def wrap(
-        method: Callable[Concatenate[KVTierScheduler, P], R],
-    ) -> Callable[Concatenate[KVTierScheduler, P], R]:
-        @functools.wraps(method)
-        def call(self: KVTierScheduler, *args: P.args, **kwargs: P.kwargs) -> R:
-            try:
-                return method(self, *args, **kwargs)
-            except CAUGHT as error:  # an exception in a hook kills an engine; a miss is right
-                self._report(method.__name__, error)
-                return fallback()
-
-        return cast("Callable[Concatenate[KVTierScheduler, P], R]", call)
-
-    return wrap
 
 
 def _check_index(name: str, value: int) -> None:
@@ -129,6 +108,7 @@ class KVTierScheduler(ConnectorScheduler):
             min(settings.store.max_inflight_blocks, max(1, pool.num_blocks // 2)),
             self._report,
         )
+        self._arrivals = ArrivalFlow(space, settings.restore)
         self._landings = LandingFlow(space, pool, job_ids, settings.restore.max_inflight_blocks)
         self._requests: dict[str, _Request] = {}
         self._counts: Counter[str] = Counter()
@@ -145,22 +125,22 @@ class KVTierScheduler(ConnectorScheduler):
     @hook(lambda: None)
     def start_request(self, request: RequestInfo) -> None:
         self._notice_reset()
-        self._requests[request.request_id] = _Request(request, self._epoch_digest)
+        self.finish_request(request.request_id)
+        record = self._requests[request.request_id] = _Request(request, self._epoch_digest)
+        if self._may_restore(record):
+            record.arrival = self._arrivals.begin(request)
 
     @hook(lambda: NOTHING_HELD)
     def match(self, request_id: str, num_local_blocks: int, max_blocks: int) -> Match:
         self._notice_reset()
         request = self._requests.get(request_id)
-        if request is None or not self._restore_enabled or not request.info.restore:
+        if request is None or not self._restore_enabled or not request.info.options.restore:
             return Match(0, MissReason.RESTORE_OFF)
         if request.epoch_digest != self._epoch_digest:
             return Match(0, MissReason.RESET)
-        _check_index("num_local_blocks", num_local_blocks)
-        wanted = request.info.digests[num_local_blocks : num_local_blocks + max(0, max_blocks)]
-        found = self._space.lookup(wanted).poll()
-        if found is None:
-            return NOTHING_HELD
-        return Match(found.num_blocks, found.miss)
+        if request.arrival is not None and request.arrival.is_running:
+            return Match(0, None, is_staging=True)
+        return self._look_up(request, num_local_blocks, max_blocks)
 
     @hook(lambda: 0)
     def admit(self, request_id: str, num_local_blocks: int, max_blocks: int, block_ids: Sequence[int]) -> int:
@@ -168,10 +148,10 @@ class KVTierScheduler(ConnectorScheduler):
         request = self._requests.get(request_id)
         if request is None or request.landing is not None:
             return 0
-        may_restore = self._restore_enabled and request.info.restore and request.epoch_digest == self._epoch_digest
-        if len(block_ids) and may_restore:
+        if len(block_ids) and self._may_restore(request):
             request.landing = self._begin_landing(request, num_local_blocks, block_ids)
         num_landing = len(request.landing.block_ids) if request.landing else 0
+        self._end_arrival(request)
         self._count_admission(request, num_local_blocks, max_blocks, num_landing)
         return num_landing
 
@@ -179,7 +159,7 @@ class KVTierScheduler(ConnectorScheduler):
     def publish(self, request_id: str, first_block: int, block_ids: Sequence[int]) -> None:
         self._notice_reset()
         request = self._requests.get(request_id)
-        if request is None or request.epoch_digest != self._epoch_digest:
+        if request is None or request.epoch_digest != self._epoch_digest or not request.info.options.store:
             return
         _check_index("first_block", first_block)
         digests = request.info.digests
@@ -210,7 +190,9 @@ class KVTierScheduler(ConnectorScheduler):
 
     @hook(lambda: None)
     def finish_request(self, request_id: str) -> None:
-        self._requests.pop(request_id, None)
+        request = self._requests.pop(request_id, None)
+        if request is not None and request.arrival is not None:
+            request.arrival.stage.close()
 
     @hook(lambda: None)
     def reset(self) -> None:
@@ -227,7 +209,8 @@ class KVTierScheduler(ConnectorScheduler):
         if self._closed:
             return
         self._closed = True
-        self._requests.clear()
+        for request_id in list(self._requests):
+            self.finish_request(request_id)
         self._unsubscribe()
         self.complete([CopyResult(job_id, (), CopyFailure.CLOSED) for job_id in self._landings.take_unplanned()])
         num_stuck = self._landings.close() + self._stores.close()
@@ -256,6 +239,43 @@ class KVTierScheduler(ConnectorScheduler):
         self._stores.check_integrity()
         self._landings.check_integrity()
         self._store.check_integrity()
+
+    def begin_flush(self) -> None:
+        """From here to `end_flush` every publishable block is to be stored, each once."""
+        self._stores.begin_flush()
+
+    def end_flush(self) -> None:
+        self._stores.end_flush()
+
+    @property
+    def num_unflushed(self) -> int:
+        """Publishable blocks that are neither due nor stored by the flush."""
+        return self._stores.num_unflushed
+
+    @hook(lambda: None)
+    def make_all_due(self) -> None:
+        """Whatever is to be flushed is due at the next plan."""
+        self._notice_reset()
+        self._take_evictions()
+        self._stores.make_all_due()
+
+    def _may_restore(self, request: _Request) -> bool:
+        return self._restore_enabled and request.info.options.restore and request.epoch_digest == self._epoch_digest
+
+    def _look_up(self, request: _Request, num_local_blocks: int, max_blocks: int) -> Match:
+        """What host memory holds of the request's blocks, and why it does not hold the next one."""
+        _check_index("num_local_blocks", num_local_blocks)
+        limit = self._arrivals.max_blocks(request.info)
+        num_wanted = max(0, max_blocks if limit is None else min(max_blocks, limit))
+        wanted = request.info.digests[num_local_blocks : num_local_blocks + num_wanted]
+        found = self._space.lookup(wanted).poll() if wanted else NO_BLOCKS
+        if found is None:
+            return NOTHING_HELD
+        if found.miss is None:
+            is_limited = num_wanted < max_blocks and num_local_blocks + num_wanted < len(request.info.digests)
+            return Match(found.num_blocks, MissReason.LIMIT if is_limited else None)
+        staged = request.arrival.explains(num_local_blocks + found.num_blocks) if request.arrival is not None else None
+        return Match(found.num_blocks, staged or found.miss)
 
     def _notice_reset(self) -> None:
         """The store was reset, by whoever shares it: what was published here before is of another epoch."""
@@ -305,7 +325,7 @@ class KVTierScheduler(ConnectorScheduler):
     @hook(lambda: cast("Landing | None", None))
     def _begin_landing(self, request: _Request, num_local_blocks: int, block_ids: Sequence[int]) -> Landing | None:
         _check_index("num_local_blocks", num_local_blocks)
-        ids = self._checked_ids(block_ids)
+        ids = self._checked_ids(block_ids)[: self._arrivals.max_blocks(request.info)]
         wanted = request.info.digests[num_local_blocks : num_local_blocks + len(ids)]
         return self._landings.begin(request.info.request_id, num_local_blocks, wanted, ids)
 
@@ -319,11 +339,27 @@ class KVTierScheduler(ConnectorScheduler):
             self._counts["readmissions"] += 1
             return
         request.admitted = True
-        if not request.info.restore:
+        self._space.note_use(request.info.digests[: num_local_blocks + num_landing], None)
+        if not request.info.options.restore:
             return
         num_asked = max(num_landing, min(max_blocks, len(request.info.digests) - num_local_blocks))
-        miss = self.match(request.info.request_id, num_local_blocks + num_landing, 1).miss
-        self._space.count_lookup(num_asked, num_landing, miss or MissReason.NO_ROOM)
+        miss = self._why_missing(request, num_local_blocks, num_landing, max_blocks)
+        staged = request.arrival.stage.arrived if request.arrival is not None else None
+        self._space.count_lookup(num_asked, num_landing, miss, staged)
+
+    def _why_missing(self, request: _Request, num_local_blocks: int, num_landing: int, max_blocks: int) -> MissReason:
+        """Why the first block that is not restored is not."""
+        limit = self._arrivals.max_blocks(request.info)
+        if limit is not None and num_landing >= limit:
+            return MissReason.LIMIT
+        next_block = num_local_blocks + num_landing
+        miss = self.match(request.info.request_id, next_block, min(1, max_blocks - num_landing)).miss
+        return miss or MissReason.NO_ROOM
+
+    @hook(lambda: None)
+    def _end_arrival(self, request: _Request) -> None:
+        if request.arrival is not None and not request.admitted:
+            self._arrivals.end(request.info.request_id, request.arrival)
 
     def _note_evictions(self, evicted: Sequence[Eviction]) -> None:
         with self._evicted_lock:

@@ -12,7 +12,7 @@ from kvtier.keys import BlockDigest
 from kvtier.metrics import Ledger
 from kvtier.reasons import DropReason
 from kvtier.store import Space
-from kvtier.tiers.host import Reservation
+from kvtier.tiers.reservation import Reservation
 from kvtier_connectors.contract import (
     BlockPoolView,
     CopyDirection,
@@ -92,6 +92,7 @@ class StoreFlow:
         # digests of those ancestors. Each is dropped once, and looked at again when one of the ancestors comes back.
         self._lost: set[int] = set()
         self._missing: set[BlockDigest] = set()
+        self._flushed: set[BlockDigest] | None = None  # what a flush under way has stored
         self.ledger = Ledger()
         self.enabled = True
         """False: blocks published from now on are never stored."""
@@ -150,6 +151,28 @@ class StoreFlow:
         size = blocks_per_job(self._space.block_bytes)
         return [self._job(begun[start : start + size]) for start in range(0, len(begun), size)]
 
+    def begin_flush(self) -> None:
+        """Until `end_flush` a block is stored once, though it leaves host memory again for a lower tier meanwhile."""
+        self._flushed = set()
+
+    def end_flush(self) -> None:
+        self._flushed = None
+
+    @property
+    def num_unflushed(self) -> int:
+        """Dirty blocks that this flush has not stored."""
+        return len(self._unflushed())
+
+    def make_all_due(self) -> None:
+        """Whatever the flush has not stored is due, wherever it stands."""
+        for block in self._unflushed():
+            if self._blocks.is_dirty(block.block_id):
+                self._make_due(block)
+
+    def _unflushed(self) -> list[PublishedBlock]:
+        dirty = [self._blocks.get(block_id) for block_id in self._blocks.dirty_ids()]
+        return [block for block in dirty if block is not None and block.digest not in (self._flushed or ())]
+
     def complete(self, result: CopyResult) -> None:
         """A job of ours ended: commit what was copied, prefix first, drop the rest, unpin all."""
         verdicts = result.verdicts(len(self._jobs[result.job_id]))
@@ -162,6 +185,8 @@ class StoreFlow:
             outcome = self._attempt("commit", self._commit, item) if copied else reason
             if outcome is None:
                 self.ledger.add_stored(1)
+                if self._flushed is not None:
+                    self._flushed.add(item.block.digest)
             else:
                 self._attempt("abort", self._space.abort, item.reservation)
                 self._drop(item.block, outcome)
@@ -234,7 +259,7 @@ class StoreFlow:
         """Whether a walk that ended at `link`, or without one at the digest `missing`, leads to no stored block."""
         if link is not None:
             return link.block_id in self._lost
-        if missing is None or self._space.holds(missing):
+        if missing is None or self._space.reaches(missing):
             return False
         if len(self._missing) >= self._pool.num_blocks:
             self._lost.clear()
@@ -246,7 +271,7 @@ class StoreFlow:
         return block.block_id in self._due or block.block_id in self._copying
 
     def _is_unstored(self, block: PublishedBlock) -> bool:
-        if self._is_pending(block) or block.block_id in self._lost:
+        if self._is_pending(block) or block.block_id in self._lost or block.digest in (self._flushed or ()):
             return False
         return self._blocks.is_dirty(block.block_id) or not self._space.holds(block.digest)
 
@@ -287,7 +312,7 @@ class StoreFlow:
             return DropReason.TIER_ERROR
 
     def _reachable(self, parent: BlockDigest | None) -> bool:
-        return parent is None or self._space.holds(parent)
+        return parent is None or self._space.reaches(parent)
 
     def _job(self, copying: list[_Copying]) -> CopyJob:
         job_id = next(self._job_ids)

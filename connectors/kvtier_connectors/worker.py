@@ -46,7 +46,7 @@ class KVTierWorker(ConnectorWorker):
     planes: the GPU pool. host: the host pool's bytes. The worker holds both while a copy runs, so that neither is
     unmapped under it.
 
-    Mutable state: `_queued` (jobs that move no bytes yet), `_results`, `_totals`, guarded by `_arrived`.
+    Mutable state: `_queued` (jobs that move no bytes yet), `_results`, `_totals`, `_woken`, guarded by `_arrived`.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class KVTierWorker(ConnectorWorker):
         self._totals = dict.fromkeys(CopyDirection, CopyTotals(0, 0.0))
         self._arrived = threading.Condition()
         self._queued: dict[int, CopyJob] = {}
+        self._woken = False
 
     def submit(self, plan: TransferPlan, written: WriteFence | None) -> None:
         for job in plan.jobs:
@@ -80,11 +81,18 @@ class KVTierWorker(ConnectorWorker):
         if not timeout and not self._results:
             return []
         with self._arrived:
-            if timeout and not self._results:
+            if timeout and not self._results and not self._woken:
                 self._arrived.wait(timeout)
+            self._woken = False
             results = list(self._results)
             self._results.clear()
         return results
+
+    def wake(self) -> None:
+        """End a `poll` that waits, or the next one that would: something else has changed. Any thread."""
+        with self._arrived:
+            self._woken = True
+            self._arrived.notify()
 
     def close(self, timeout: float) -> list[CopyResult]:
         self._executor.close(timeout)

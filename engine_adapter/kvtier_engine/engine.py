@@ -16,7 +16,7 @@ from kvtier.executor import Executor
 from kvtier.keys import BlockDigest, Extras, Namespace, digest_tokens
 from kvtier.store import Store
 from kvtier_connectors.connector import Connector
-from kvtier_connectors.contract import WRITTEN, CopyResult, RestoreOutcome
+from kvtier_connectors.contract import NO_OPTIONS, WRITTEN, CopyResult, KVOptions, RestoreOutcome
 from kvtier_engine.block_pool import BlockPool
 from kvtier_engine.config import EngineConfig, resolve_max_model_len
 from kvtier_engine.errors import EmptyPromptError, PromptTooLongError, RequestError
@@ -115,6 +115,7 @@ class Engine:
         )
         self._streams: dict[str, TextStream] = {}
         self._results: list[CopyResult] = []
+        self._outcomes: list[RestoreOutcome] = []
         self._copies_in_flight = 0
         self._just_published = False
         self._closed = False
@@ -129,15 +130,15 @@ class Engine:
         *,
         extras: Extras = NO_EXTRAS,
         stream: TextStream | None = None,
-        restore: bool = True,
+        options: KVOptions = NO_OPTIONS,
     ) -> None:
         """Queue a prompt of token ids.
 
         Raises a RequestError or TokenError, before anything is scheduled, if it can never run, and ClosedError after
         `close`.
 
-        extras: adapter, salt and media, which separate its KV from others'. restore: False computes what the engine's
-        own prefix cache does not hold, whatever the tiers do.
+        extras: adapter, salt and media, which separate its KV from others'. options: what it asks of kvtier: whether it
+        is stored and restored, and how long it waits for that.
         """
         if self._closed:
             raise ClosedError("the engine is closed; open another")
@@ -150,7 +151,7 @@ class Engine:
             extras,
             self._block_tokens,
             self._clock.now(),
-            restore=restore,
+            options=options,
         )
         self._streams[request_id] = stream or TextStream()
         self.scheduler.add(request)
@@ -192,8 +193,8 @@ class Engine:
         return StepResult(tuple(outputs), verdict, sum(share.num_tokens for share in scheduled))
 
     def wait(self, timeout: float) -> None:
-        """When a step computed nothing: block until a copy under way ended, at most `timeout` seconds."""
-        if self.connector is not None and self._copies_in_flight:
+        """When a step computed nothing: block until a copy or a stage under way ended, at most `timeout` seconds."""
+        if self.connector is not None and (self._copies_in_flight or self.scheduler.num_staging):
             self._results += self.connector.worker.poll(timeout)
 
     def digests(self, tokens: Sequence[int], extras: Extras = NO_EXTRAS) -> Sequence[BlockDigest]:
@@ -222,6 +223,17 @@ class Engine:
         if self.connector is not None:
             self.connector.scheduler.reset()
 
+    def flush(self, timeout: float) -> int:
+        """Store every full block that the pool caches, down to the lowest tier; how many blocks are not. Between steps;
+        blocks, at most `timeout` seconds."""
+        if self.connector is None:
+            return 0
+        self._outcomes = self._collect_copies()
+        result = self.connector.flush(timeout, self.pool.take_reused())
+        self._outcomes += result.outcomes
+        self._copies_in_flight = self.connector.scheduler.stats().in_flight_blocks
+        return result.num_unstored
+
     def check_integrity(self) -> None:
         """Raises IntegrityError when any structure disagrees with another. O(blocks): for tests."""
         self.scheduler.check_integrity()
@@ -229,14 +241,15 @@ class Engine:
             self.connector.scheduler.check_integrity()
 
     def close(self, timeout: float = 5.0) -> None:
-        """Abort what is left and close the connector. Idempotent."""
+        """Abort what is left and close the connector, which stores what the pool still caches. Idempotent."""
         if self._closed:
             return
         self._closed = True
         for request in list(self.scheduler.requests()):
             self.abort(request.request_id)
         if self.connector is not None:
-            self.connector.close(timeout)
+            self._collect_copies()  # what `wait` has taken from the worker has ended
+            self.connector.close(timeout, self.pool.take_reused())
 
     def __enter__(self) -> Self:
         return self
@@ -249,13 +262,12 @@ class Engine:
     def _collect_copies(self) -> list[RestoreOutcome]:
         if self.connector is None:
             return []
-        results = self._results + self.connector.worker.poll()
-        self._results = []
-        return self.connector.scheduler.complete(results)
+        results, self._results = self._results + self.connector.worker.poll(), []
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes + self.connector.scheduler.complete(results)
 
     def _start_copies(self) -> None:
-        reused = self.pool.take_reused()
-        demand = self.scheduler.demand()
+        reused, demand = self.pool.take_reused(), self.scheduler.demand()
         if self.connector is None:
             return
         plan = self.connector.scheduler.plan_step(reused, demand)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self
 
 from kvtier.config import Settings
 from kvtier.keys import Namespace, Shard
+from kvtier_connectors.contract import NO_OPTIONS, KVOptions
 from kvtier_engine.config import EngineConfig
 from kvtier_engine.engine import NO_EXTRAS, Engine, StepResult, TextStream
 from kvtier_engine.errors import RequestError
@@ -119,7 +120,7 @@ class LLM:
     # ---- whole answers -------------------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams, *, restore: bool = True
+        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams, *, options: KVOptions = NO_OPTIONS
     ) -> list[Completion]:
         """Complete every prompt (text, or token ids), batched; the answers in the prompts' order.
 
@@ -131,7 +132,7 @@ class LLM:
         ids: list[str] = []
         try:
             for prompt in prompts:
-                ids.append(self.add_request(prompt, params, restore=restore))
+                ids.append(self.add_request(prompt, params, options=options))
                 self._has_reader.add(ids[-1])
             for request_id in ids:
                 while request_id in self.engine.scheduler:
@@ -172,7 +173,7 @@ class LLM:
         *,
         request_id: str | None = None,
         extras: Extras = NO_EXTRAS,
-        restore: bool = True,
+        options: KVOptions = NO_OPTIONS,
     ) -> str:
         """Queue a prompt for `step`; its id. Raises as `Engine.add_request`. An id is in use until its last output was
         read."""
@@ -181,7 +182,7 @@ class LLM:
         if name in self._unread or name in self._has_reader:
             raise RequestError(f"request id {name!r} is in use; read its last output or choose another")
         stream = _DetokenizedStream(self.tokenizer, params.stop)
-        self.engine.add_request(name, tokens, params, extras=extras, stream=stream, restore=restore)
+        self.engine.add_request(name, tokens, params, extras=extras, stream=stream, options=options)
         return name
 
     def step(self) -> StepResult:
@@ -206,9 +207,13 @@ class LLM:
             return self._unread.get(request_id)
         return self._unread.pop(request_id, None)
 
-    def close(self) -> None:
-        """Abort what is left and close the engine. Idempotent."""
-        self.engine.close()
+    def flush(self, timeout: float) -> int:
+        """Store what the pool caches, down to the lowest tier; see `Engine.flush`."""
+        return self.engine.flush(timeout)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Abort what is left and close the engine, which stores what the pool still caches. Idempotent."""
+        self.engine.close(timeout)
         self._unread.clear()
 
     def __enter__(self) -> Self:

@@ -8,6 +8,7 @@ from enum import Enum, StrEnum
 from typing import TYPE_CHECKING
 
 from kvtier.keys import DigestChain, Extras
+from kvtier_connectors.contract import NO_OPTIONS, KVOptions
 from kvtier_engine.sampling import Sampler, SamplingParams
 
 if TYPE_CHECKING:
@@ -93,13 +94,13 @@ class Request:
         block_tokens: int,
         arrival: float,
         *,
-        restore: bool,
+        options: KVOptions = NO_OPTIONS,
     ) -> None:
         self.request_id = request_id
         self.params = params
         self.sampler = GuardedSampler(sampler)
         self.arrival = arrival
-        self.restore = restore
+        self.options = options
         self.tokens = list(prompt)
         self.num_prompt_tokens = len(prompt)
         self.chain = DigestChain(block_tokens, extras)

@@ -44,11 +44,13 @@ class Scheduled:
 class Scheduler:
     """Owns the queues and every request's state; decides, and leaves copying and computing to others.
 
-    A step is six phases in a fixed order: events, restores, feasibility, turn, escape, verdict. FCFS. Decodes come
-    before
+    A step is six phases in a fixed order: events, restores, feasibility, turn, escape, verdict. FCFS. Decodes come before
     prefill chunks, running requests before new ones; the youngest is preempted for a decode that finds no block.
 
-    Mutable state: `waiting`, `running` (restoring requests hold a place in it too), `_scheduled`. Engine's thread only.
+    A request whose blocks are still on their way from a lower tier keeps its place among the waiting; others pass it.
+
+    Mutable state: `waiting`, `running` (restoring requests hold a place in it too), `_staging`, `_scheduled`. Engine's
+    thread only.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Scheduler:
         self._block_tokens = block_tokens
         self._requests: dict[str, Request] = {}
         self._scheduled: dict[str, Scheduled] = {}
+        self._staging: dict[Request, None] = {}  # of the waiting: those whose blocks are on their way to host memory
         self._num_stalls = 0
         # The most a step can allocate: every token of it in a new block's place, rounded up once per request.
         self._step_budget = -(-config.max_batch_tokens // block_tokens) + config.max_num_seqs
@@ -76,6 +79,11 @@ class Scheduler:
     def num_unfinished(self) -> int:
         return len(self._requests)
 
+    @property
+    def num_staging(self) -> int:
+        """Waiting requests whose blocks are on their way to host memory."""
+        return len(self._staging)
+
     def requests(self) -> Iterable[Request]:
         return self._requests.values()
 
@@ -83,7 +91,11 @@ class Scheduler:
         self._requests[request.request_id] = request
         self.waiting[request] = None
         if self._connector is not None:
-            self._connector.start_request(RequestInfo(request.request_id, request.chain.digests, request.restore))
+            num_local = len(self.pool.match(request.root, self._reusable(request), request.tokens_of))
+            info = RequestInfo(request.request_id, request.chain.digests, request.options, num_local)
+            self._connector.start_request(info)
+            if self._connector.match(request.request_id, num_local, 0).is_staging:
+                self._staging[request] = None
 
     def finish(self, request_id: str, reason: FinishReason, error: str | None = None) -> Request | None:
         """End a request in whatever state it is; None when it is not live. Its blocks are free at once, except those
@@ -91,6 +103,7 @@ class Scheduler:
         request = self._requests.pop(request_id, None)
         if request is None:
             return None
+        self._staging.pop(request, None)
         if request.state is RequestState.WAITING:
             del self.waiting[request]
         else:
@@ -112,9 +125,10 @@ class Scheduler:
         # 1. Events.
         self._consume(outcomes)
         # 2. Restores under way end with their copies; a new one begins in 4, once its blocks are known to fit.
+        self._poll_stages()
         # 3. Feasibility: counts only, nothing is touched.
         can_run = any(request.state is RequestState.RUNNING for request in self.running)
-        can_admit = bool(self.waiting) and len(self.running) < self._config.max_num_seqs
+        can_admit = len(self.waiting) > len(self._staging) and len(self.running) < self._config.max_num_seqs
         # 4. Turn: decodes, running prompts, new requests.
         if can_run or can_admit:
             self._turn(self._config.max_batch_tokens)
@@ -148,6 +162,8 @@ class Scheduler:
         places = [*self.waiting, *self.running]
         if sorted(map(id, places)) != sorted(map(id, self._requests.values())):
             raise IntegrityError("scheduler: a live request stands in no queue, or in two")
+        if not self._staging.keys() <= self.waiting.keys():
+            raise IntegrityError("scheduler: a request is being staged that does not wait")
         if len(self.running) > self._config.max_num_seqs:
             raise IntegrityError(f"scheduler: {len(self.running)} run, more than max_num_seqs")
         for request in self._requests.values():
@@ -173,6 +189,16 @@ class Scheduler:
                 request.restored_tokens = outcome.num_landed * self._block_tokens
             request.was_admitted = True
             self._publish(request)
+
+    def _poll_stages(self) -> None:
+        """Which of the waiting may be admitted now: their blocks came, or the wait for them is over."""
+        for request in list(self._staging):
+            if self._connector is None or not self._connector.match(request.request_id, 0, 0).is_staging:
+                del self._staging[request]
+
+    def _next_waiting(self) -> Request | None:
+        """The first in the queue that waits for nothing but its turn."""
+        return next((request for request in self.waiting if request not in self._staging), None)
 
     def _turn(self, budget: int) -> None:
         num_preempted = self.num_preemptions
@@ -207,8 +233,10 @@ class Scheduler:
         return num_tokens
 
     def _admit_waiting(self, budget: int) -> None:
-        while self.waiting and budget and len(self.running) < self._config.max_num_seqs:
-            request = next(iter(self.waiting))
+        while budget and len(self.running) < self._config.max_num_seqs:
+            request = self._next_waiting()
+            if request is None:
+                break
             if (
                 self.running
                 and request.refused_with_free is not None
@@ -243,7 +271,7 @@ class Scheduler:
             verdict = Verdict.OK
         elif not self._requests:
             verdict = Verdict.IDLE
-        elif copies_in_flight or any(r.state is RequestState.RESTORING for r in self.running):
+        elif copies_in_flight or self._staging or any(r.state is RequestState.RESTORING for r in self.running):
             verdict = Verdict.WAIT
         else:
             verdict = Verdict.STALL

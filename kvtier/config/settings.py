@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Annotated, Literal
 
@@ -10,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from kvtier.config.machine import MemorySnapshot
 from kvtier.errors import ConfigError
 
-__all__ = ["HostSettings", "RestoreSettings", "Settings", "StoreSettings"]
+__all__ = ["DiskSettings", "HostSettings", "RestoreSettings", "Settings", "StoreSettings"]
 
 PAGE_BYTES = 4096
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -37,6 +38,33 @@ def parse_host_size(value: object) -> int | Literal["auto"]:
         return parse_size(value)
     except ValueError as error:
         raise ValueError(f"{error}, or 'auto'") from None
+
+
+def parse_rate(value: object) -> int | Literal["off"]:
+    """As `parse_size`, a second, or the word 'off'."""
+    if value == "off":
+        return "off"
+    try:
+        return parse_size(value)
+    except ValueError as error:
+        raise ValueError(f"{error}, or 'off'") from None
+
+
+def parse_paths(value: object) -> tuple[str, ...]:
+    """Directories from a list, or from text in which a colon stands between them; the word 'none' is no directory."""
+    paths: list[object] = [None]
+    if isinstance(value, str):
+        paths = [] if value == "none" else list(value.split(os.pathsep))
+    elif isinstance(value, (list, tuple)):
+        paths = list(value)
+    named = [path for path in paths if isinstance(path, str) and path and "\0" not in path]
+    if len(named) != len(paths):
+        raise ValueError(
+            "write a directory, or several with a colon between them, such as '/mnt/nvme0:/mnt/nvme1', or 'none'"
+        )
+    if len(set(named)) != len(named):
+        raise ValueError("name each directory once")
+    return tuple(named)
 
 
 class _Subsystem(BaseModel):
@@ -106,18 +134,44 @@ class StoreSettings(_Subsystem):
     """Blocks whose copy down may be running at once."""
 
 
+class DiskSettings(_Subsystem):
+    """The disk tier, below host memory. Off unless it has a path."""
+
+    path: Annotated[tuple[str, ...], BeforeValidator(parse_paths)] = ()
+    """Directories, each on a device of its own; none: no disk tier."""
+    size: Annotated[int, BeforeValidator(parse_size)] = 64 << 30
+    """Bytes on disk of all directories together, headers and spare segments included."""
+    min_free: Annotated[int, BeforeValidator(parse_size)] = 1 << 30
+    """Bytes that stay free on each file system."""
+    threads: Annotated[int, Field(ge=1, le=64)] = 4
+    """Reads and writes under way at once."""
+    codec: Literal["raw", "lz4", "shuffle_lz4"] = "raw"
+    """How blocks are compressed."""
+    min_uses: Annotated[int, Field(ge=1, le=1000)] = 1
+    """The use of a block at which it is written."""
+    max_write_rate: Annotated[int | Literal["off"], BeforeValidator(parse_rate)] = "off"
+    """Bytes a second that are written at most, or 'off'."""
+    timeout_s: Annotated[float, Field(gt=0, le=3600)] = 5.0
+    """After how many seconds a read or write that has not ended counts as a failure of the device."""
+
+
 class RestoreSettings(_Subsystem):
     """The way up."""
 
     enabled: bool = True
     """Whether stored blocks are restored at all."""
     max_inflight_blocks: Annotated[int, Field(ge=1)] = 512
-    """Blocks that may be on their way up at once."""
+    """Blocks that may be on their way from host memory to the GPU pool at once."""
+    max_wait_s: Annotated[float, Field(ge=0, le=3600)] = 2.0
+    """Seconds that a request waits at most for its blocks to come to host memory."""
+    max_staging: Annotated[int, BeforeValidator(parse_size)] = 256 << 20
+    """Bytes on their way from lower tiers to host memory at once."""
 
 
 class Settings(_Subsystem):
     """Everything that can be set. `Settings()` is the defaults; `load_settings` reads file and environment."""
 
     host: HostSettings = HostSettings()
+    disk: DiskSettings = DiskSettings()
     store: StoreSettings = StoreSettings()
     restore: RestoreSettings = RestoreSettings()

@@ -1,7 +1,8 @@
 """Places below the GPU: one contract, one module each."""
 
 from kvtier.tiers.base import ReadOutcome, ReadRequest, Tier, TierUsage, WriteOutcome, WriteRequest
-from kvtier.tiers.host import Eviction, HostTier, Reservation
+from kvtier.tiers.host import HostTier
+from kvtier.tiers.reservation import Eviction, Reservation
 
 __all__ = [
     "Eviction",

@@ -6,8 +6,6 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import Enum
 
 from kvtier.errors import ClosedError, ForkedError, IntegrityError
 from kvtier.index import BlockIndex, BlockState
@@ -16,43 +14,15 @@ from kvtier.policy import NO_PARENT, EvictionPolicy, TailsFirstLRU
 from kvtier.pool import HostPool, Lease, Owner
 from kvtier.reasons import DropReason, MissReason
 from kvtier.tiers.base import ReadOutcome, ReadRequest, Tier, TierUsage, WriteOutcome, WriteRequest
+from kvtier.tiers.reservation import Eviction, HeldBlock, Phase, Reservation
 
-__all__ = ["Eviction", "HostTier", "Reservation"]
+__all__ = ["HostTier", "OnCommit", "OnEvict"]
 
 RESET_STRETCH = 1024  # blocks forgotten under one hold of the lock: a few milliseconds
 MAX_GHOSTS = 1 << 17  # about 12 MiB of remembered keys
 
-
-@dataclass(frozen=True, slots=True)
-class Eviction:
-    """A block that gave its slot to another; told after the fact."""
-
-    namespace: bytes
-    digest: BlockDigest
-
-
-class _Phase(Enum):
-    FILLING = "filling"
-    COMMITTED = "committed"
-    VOID = "void"
-
-
-class Reservation:
-    """A slot set aside for one block, to be filled and then committed or aborted. Dies with its owner.
-
-    lease: the slot to fill; it lives until the reservation ends.
-    Mutable state: `_phase`, guarded by the tier's lock.
-    """
-
-    __slots__ = ("_parent_lease", "_phase", "digest", "lease", "namespace", "parent")
-
-    def __init__(self, namespace: bytes, digest: BlockDigest, parent: BlockDigest | None) -> None:
-        self.namespace = namespace
-        self.digest = digest
-        self.parent = parent
-        self.lease: Lease
-        self._parent_lease: Lease | None = None
-        self._phase = _Phase.FILLING
+OnEvict = Callable[[Sequence[Eviction]], None]
+OnCommit = Callable[[Sequence[tuple[Key, Key | None]], str | None], None]
 
 
 class HostTier(Tier):
@@ -77,8 +47,8 @@ class HostTier(Tier):
         self._filling: dict[int, Reservation] = {}  # by slot
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
         self._num_evicted = 0
-        self._on_evict: list[Callable[[Sequence[Eviction]], None]] = []
-        self._on_commit: list[Callable[[Sequence[tuple[Key, Key | None]]], None]] = []
+        self._on_evict: list[OnEvict] = []
+        self._on_commit: list[OnCommit] = []
         self._copier = pool.owner("host tier copies")
         self._pid = os.getpid()
         self._closed = False
@@ -95,14 +65,14 @@ class HostTier(Tier):
     def subscribe(
         self,
         *,
-        on_evict: Callable[[Sequence[Eviction]], None] | None = None,
-        on_commit: Callable[[Sequence[tuple[Key, Key | None]]], None] | None = None,
+        on_evict: OnEvict | None = None,
+        on_commit: OnCommit | None = None,
     ) -> Callable[[], None]:
-        """Call back, on the thread that caused it and without our lock, after blocks left or were committed.
+        """Call back, on the thread that caused it and without our lock, after blocks went or were committed.
 
-        `on_commit` gets (key, parent's key) pairs, before the blocks can be evicted, and is the write-behind hook: a
-        lower tier's queue leases there what it wants to write. Callbacks must be quick and must not raise. Returns a
-        call that ends the subscription.
+        `on_commit` gets (key, parent's key) pairs, before the blocks can be evicted, and the name of the lower tier
+        that they came from (None: from an engine). It is the write-behind hook: a lower tier's queue leases there what
+        it wants to write. Callbacks must be quick and must not raise. Returns a call that ends the subscription.
         """
         if on_evict is not None:
             self._on_evict = [*self._on_evict, on_evict]
@@ -124,9 +94,13 @@ class HostTier(Tier):
 
     def state(self, namespace: bytes, digest: BlockDigest) -> BlockState | None:
         """What the index says of one block; None when it is not named."""
+        return self.states(namespace, [digest])[0]
+
+    def states(self, namespace: bytes, digests: Sequence[BlockDigest]) -> list[BlockState | None]:
+        """What the index says of each block."""
         with self._lock:
-            found = self._index.find(namespace, digest)
-            return found[1] if found else None
+            found = [self._index.find(namespace, digest) for digest in digests]
+        return [block[1] if block else None for block in found]
 
     def why_missing(self, namespace: bytes, digest: BlockDigest) -> MissReason:
         """Why a block that a lookup did not find was not found."""
@@ -142,6 +116,18 @@ class HostTier(Tier):
         self.check_process()
         with self._lock:
             return self._lease(self._index.committed_run(namespace, digests), owner)
+
+    def lease_blocks(self, blocks: Sequence[tuple[bytes, BlockDigest]], owner: Owner) -> list[HeldBlock | None]:
+        """A lease on each block, given by namespace and digest, that is here; it does not count as a use."""
+        leases: list[HeldBlock | None] = []
+        with self._lock:
+            for namespace, digest in blocks:
+                found = self._index.find(namespace, digest)
+                if found is None or found[1] is not BlockState.COMMITTED:
+                    leases.append(None)
+                else:
+                    leases.append(HeldBlock(self._pool.lease(found[0], owner), self._names[found[0]][2]))
+        return leases
 
     def reserve(
         self, namespace: bytes, digest: BlockDigest, parent: BlockDigest | None, nbytes: int, owner: Owner
@@ -180,16 +166,16 @@ class HostTier(Tier):
             return DropReason.HOST_FULL
         return reservation
 
-    def commit(self, reservations: Sequence[Reservation]) -> list[bool]:
+    def commit(self, reservations: Sequence[Reservation], came_from: str | None = None) -> list[bool]:
         """Make filled blocks findable, prefix first, and end their leases.
 
-        False where the reservation was void by then.
+        came_from: the lower tier that filled them. False where the reservation was void by then.
         """
         keys: list[tuple[Key, Key | None]] = []
         outcomes: list[bool] = []
         with self._lock:
             for reservation in reservations:
-                filled = reservation._phase is _Phase.FILLING
+                filled = reservation._phase is Phase.FILLING
                 outcomes.append(filled)
                 if filled:
                     self._commit_one(reservation)
@@ -200,21 +186,36 @@ class HostTier(Tier):
                             None if parent is None else make_key(reservation.namespace, parent),
                         )
                     )
-        if keys:
-            for callback in self._on_commit:
-                callback(keys)
-        for reservation in reservations:
-            reservation.lease.release()
-            self._end_parent_lease(reservation)
+        try:
+            if keys:
+                for callback in self._on_commit:
+                    callback(keys, came_from)
+        finally:
+            for reservation in reservations:
+                reservation.lease.release()
+                self._end_parent_lease(reservation)
         return outcomes
 
-    def abort(self, reservation: Reservation) -> None:
-        """Give the slot back; the block was never findable. Idempotent, and harmless after a commit."""
+    def share(self, reservation: Reservation, owner: Owner) -> Lease | None:
+        """One more lease on a slot that is being filled, for whoever waits for the block; None when it is void."""
         with self._lock:
-            if reservation._phase is _Phase.FILLING:
+            if reservation._phase is not Phase.FILLING:
+                return None
+            return self._pool.lease(reservation.lease.slot, owner)
+
+    def abort(self, reservation: Reservation) -> None:
+        """Give the slot back; the block was never findable. Idempotent, and harmless after a commit.
+
+        Told as an eviction: whoever saw the block on its way relies on it.
+        """
+        with self._lock:
+            was_filling = reservation._phase is Phase.FILLING
+            if was_filling:
                 self._forget(reservation.namespace, reservation.digest)
         reservation.lease.release()
         self._end_parent_lease(reservation)
+        if was_filling:
+            self._tell_evicted([Eviction(reservation.namespace, reservation.digest)])
 
     def namespaces(self) -> list[bytes]:
         """The namespace digests of every block that the index names."""
@@ -277,7 +278,7 @@ class HostTier(Tier):
             if {slot: (space, digest) for space, digest, slot, _ in rows} != {s: n[:2] for s, n in self._names.items()}:
                 raise IntegrityError("host tier: index and slot names disagree")
             committed = {slot for *_, slot, state in rows if state is BlockState.COMMITTED}
-            filling = {slot for slot, filled in self._filling.items() if filled._phase is _Phase.FILLING}
+            filling = {slot for slot, filled in self._filling.items() if filled._phase is Phase.FILLING}
             if self._filling.keys() != filling or filling != self._names.keys() - committed:
                 raise IntegrityError("host tier: reserved slots and open reservations disagree")
             for slot_bytes, policy in self._policies.items():
@@ -331,7 +332,7 @@ class HostTier(Tier):
         del self._filling[slot]
         self._policy_of(slot).insert(slot, parent)
         self._ghosts.pop(space + reservation.digest, None)
-        reservation._phase = _Phase.COMMITTED
+        reservation._phase = Phase.COMMITTED
 
     def _forget(self, namespace: bytes, digest: BlockDigest) -> None:
         found = self._index.find(namespace, digest)
@@ -341,7 +342,7 @@ class HostTier(Tier):
         if state is BlockState.COMMITTED:
             self._policy_of(slot).remove(slot)
         else:
-            self._filling.pop(slot)._phase = _Phase.VOID
+            self._filling.pop(slot)._phase = Phase.VOID
         del self._names[slot]
         self._pool.clear_resident(slot)
 

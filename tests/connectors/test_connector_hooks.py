@@ -24,10 +24,11 @@ from kvtier.config import Settings
 from kvtier.keys import BlockDigest, Namespace
 from kvtier.pool import Lease, Owner
 from kvtier.reasons import DropReason
+from kvtier.stage import Stage
 from kvtier.store import Lookup, Space, Store
 from kvtier.tickets import Ticket
-from kvtier.tiers.host import Reservation
-from kvtier_connectors.contract import CopyFailure, CopyResult, RequestInfo, StepDemand
+from kvtier.tiers.reservation import Reservation
+from kvtier_connectors.contract import CopyFailure, CopyResult, KVOptions, RequestInfo, StepDemand
 from kvtier_engine.request import FinishReason
 from kvtier_engine.testing.rig import ENOUGH_MEMORY, ConnectorRig, EngineRig
 
@@ -94,9 +95,25 @@ class FaultySpace(Space):
         self.faults.meet("owner")
         return super().owner(name)
 
-    def count_lookup(self, asked: int, hit: int, miss: Any) -> None:
+    def count_lookup(self, asked: int, hit: int, miss: Any, staged: Any = None) -> None:
         self.faults.meet("count_lookup")
-        super().count_lookup(asked, hit, miss)
+        super().count_lookup(asked, hit, miss, staged)
+
+    def stage(self, *args: Any) -> Stage | None:
+        self.faults.meet("stage")
+        return super().stage(*args)
+
+    def note_use(self, *args: Any) -> None:
+        self.faults.meet("note_use")
+        super().note_use(*args)
+
+    def reaches(self, digest: BlockDigest) -> bool:
+        self.faults.meet("reaches")
+        return super().reaches(digest)
+
+    def count_fallback(self, reason: Any) -> None:
+        self.faults.meet("count_fallback")
+        super().count_fallback(reason)
 
 
 class FaultyStore(Store):
@@ -514,7 +531,7 @@ def test_a_request_that_opts_out_touches_no_counter(open_engine: OpenEngine) -> 
         for i in range(9):
             rig.generate(prompt(9, 100 * (i % 3)))
         if opting_out:
-            rig.generate(prompt(9, 900), restore=False)
+            rig.generate(prompt(9, 900), options=KVOptions(restore=False))
         assert rig.store is not None
         stats = rig.store.stats()
         return stats.lookups, stats.asked_blocks, stats.hit_blocks, stats.misses

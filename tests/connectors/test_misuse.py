@@ -14,7 +14,7 @@ from kvtier.executor import ThreadExecutor
 from kvtier.keys import BlockDigest
 from kvtier.reasons import DropReason
 from kvtier.store import Store
-from kvtier_connectors.contract import CopyResult, RequestInfo, StepDemand
+from kvtier_connectors.contract import CopyResult, KVOptions, RequestInfo, StepDemand
 from kvtier_engine.testing.rig import ConnectorRig, EngineRig, tiny_settings, tiny_store
 
 LIMIT_S = 10.0
@@ -215,7 +215,7 @@ def test_blocks_that_wait_for_a_copier_that_hangs_are_bounded_by_the_pool(
 ) -> None:
     rig = open_engine(16, 64, policy)
     for i in range(200):
-        rig.add(f"r{i}", [i, *prompt(12, 1)], 1, restore=False)
+        rig.add(f"r{i}", [i, *prompt(12, 1)], 1, options=KVOptions(restore=False))
         while f"r{i}" in rig.engine.scheduler:
             rig.step()
     assert rig.ledger.pending <= 16

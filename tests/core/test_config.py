@@ -32,11 +32,21 @@ VALUES: dict[str, tuple[str, object, str]] = {
     "host.workers": ("4", 4, "two"),
     "host.slab": ("128MiB", 128 << 20, "-1"),
     "host.pin": ("prefer", "prefer", "yes"),
+    "disk.path": ("/mnt/a:/mnt/b", ("/mnt/a", "/mnt/b"), ":"),
+    "disk.size": ("2TiB", 2 << 40, "2TB"),
+    "disk.min_free": ("1GiB", GIB, "5%"),
+    "disk.threads": ("8", 8, "0"),
+    "disk.codec": ("lz4", "lz4", "gzip"),
+    "disk.min_uses": ("2", 2, "0"),
+    "disk.max_write_rate": ("200MiB", 200 << 20, "fast"),
+    "disk.timeout_s": ("0.5", 0.5, "inf"),
     "store.policy": ("off", "off", "on-evict"),
     "store.horizon_steps": ("4", 4.0, "nan"),
     "store.max_inflight_blocks": ("9", 9, "0"),
     "restore.enabled": ("false", False, "perhaps"),
     "restore.max_inflight_blocks": ("1", 1, "1.5"),
+    "restore.max_wait_s": ("0", 0.0, "soon"),
+    "restore.max_staging": ("64MiB", 64 << 20, "none"),
 }
 
 
@@ -89,6 +99,7 @@ def test_each_setting_works_from_each_source(name: str, tmp_path: Path) -> None:
     text, value, _ = VALUES[name]
     section, _, leaf = name.partition(".")
     written = str(value).lower() if isinstance(value, bool | int | float) else f"'{value}'"
+    written = str(list(value)) if isinstance(value, tuple) else written
     path = write(tmp_path / "kvtier.toml", f"[{section}]\n{leaf} = {written}\n")
     assert value_of(load_settings(env={variable_name(name): text}), name) == value
     assert value_of(load_settings(path, env={}), name) == value

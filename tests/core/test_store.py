@@ -21,7 +21,7 @@ from kvtier.layout import KVLayout
 from kvtier.memory import PAGE_BYTES
 from kvtier.reasons import DropReason, MissReason
 from kvtier.store import Lookup, Space, Store
-from kvtier.tiers.host import Eviction, Reservation
+from kvtier.tiers.reservation import Eviction, Reservation
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=256, dtype="float16", block_tokens=4)  # 4 KiB a block
 NAMESPACE = Namespace(model="weights", revision="r1", layout=LAYOUT, group="main", shard=Shard(0, 1))
@@ -295,7 +295,7 @@ def test_a_write_behind_consumer_keeps_a_slot_until_written_or_dropped(
     queue: list[Key] = []
     consumer = space.owner("write-behind")
     end = store.host.subscribe(
-        on_commit=lambda pairs: queue.extend(
+        on_commit=lambda pairs, came_from: queue.extend(
             key for key, _ in pairs if store.host.lease_run(key[:16], [BlockDigest(key[16:])], consumer)
         )
     )

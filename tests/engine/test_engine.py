@@ -15,6 +15,7 @@ from kvtier.keys import Extras, MediaItem, Namespace, Shard
 from kvtier.layout import KVLayout
 from kvtier.reasons import DropReason
 from kvtier.testing import FakeClock, InlineExecutor
+from kvtier_connectors.contract import KVOptions
 from kvtier_engine.config import EngineConfig, resolve_max_model_len
 from kvtier_engine.engine import NO_EXTRAS, Engine, TextStream
 from kvtier_engine.errors import EmptyPromptError, PromptTooLongError, RequestError
@@ -575,7 +576,7 @@ def test_a_sampler_that_raises_ends_its_request_alone() -> None:
 
 def test_a_token_that_cannot_be_hashed_leaves_a_request_as_it_was() -> None:
     params = SamplingParams()
-    request = Request("a", prompt(7), params, NamedTokenSampler(params), NO_EXTRAS, 4, 0.0, restore=True)
+    request = Request("a", prompt(7), params, NamedTokenSampler(params), NO_EXTRAS, 4, 0.0)
     with pytest.raises(TokenError):
         request.append(-1, 1.0)
     assert (request.tokens, request.chain.num_tokens, request.first_token_at) == (prompt(7), 7, None)
@@ -688,7 +689,7 @@ def test_a_request_that_opts_out_is_not_restored(open_rig: OpenRig) -> None:
     rig = open_rig(num_blocks=6)
     rig.generate(prompt(12))
     rig.flush_gpu()
-    assert rig.generate(prompt(12), restore=False).restored_tokens == 0
+    assert rig.generate(prompt(12), options=KVOptions(restore=False)).restored_tokens == 0
 
 
 def test_with_an_executor_that_copies_at_once(open_rig: OpenRig) -> None:

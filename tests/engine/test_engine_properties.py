@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier_connectors.contract import WRITTEN, CopyFailure, CopyResult
+from kvtier_connectors.contract import WRITTEN, CopyFailure, CopyResult, KVOptions
 from kvtier_engine.request import FinishReason
 from kvtier_engine.runner import BatchItem
 from kvtier_engine.scheduler import Verdict
@@ -78,7 +78,7 @@ class EngineMachine(RuleBasedStateMachine):
         if name in self.rig.engine.scheduler:
             self.rig.abort(name)  # and its id is used again at once
         self.expected_failures.discard(name)
-        self.rig.add(name, prompt, max_tokens, restore=restore)
+        self.rig.add(name, prompt, max_tokens, options=KVOptions(restore=restore))
 
     @rule(count=st.integers(1, 4))
     def step(self, count: int) -> None:

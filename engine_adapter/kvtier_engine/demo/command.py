@@ -9,14 +9,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from kvtier_engine.demo.measure import DemoResult, Progress
+    from kvtier_engine.demo.measure import Progress
+    from kvtier_engine.demo.result import DemoResult, DiskResult
 
 __all__ = ["command"]
 
 HOST_SIZE = "1GiB"
 MANUAL_TOKENS = 1380
 MAX_BATCH_TOKENS = 512
+ANSWERS_AND_QUESTIONS = 256  # tokens that three turns add to the manual, at most
 SMALL_POOL_SESSIONS = 2  # that fit the pool beside kvtier: whoever returns has been evicted
+DISK_SHARE = 2  # of the bytes of all sessions: room for segments that are open, spare or half empty
+MIN_DISK_BYTES = 256 << 20
+MIN_FREE_BYTES = 64 << 20
 
 
 def command(
@@ -26,31 +31,47 @@ def command(
             help="A Hugging Face directory of a causal LM with a chat template. Default: SmolLM2-135M-Instruct."
         ),
     ] = None,
-    sessions: Annotated[int, typer.Option(min=5, max=8, help="Conversations; each returns once and is measured.")] = 6,
+    sessions: Annotated[int, typer.Option(min=5, max=8, help="Conversations; each returns twice and is measured.")] = 6,
+    disk: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where the disk tier gets a directory for this run, removed at its end. Default: the system's "
+            "temporary directory."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
     corrupt: Annotated[
-        bool, typer.Option("--corrupt", help="Flip one stored byte: the demo must notice and exit with 1.")
+        bool, typer.Option("--corrupt", help="Flip one byte in host memory: the demo must notice and exit with 1.")
     ] = False,
 ) -> int:
     """Chat sessions on a real model, whose contexts together outgrow its block pool, return one after the other.
 
-    Each returning turn is run recomputed, from the GPU prefix cache, and restored from host memory. Exits with 1 unless
-    the restored KV is bit-equal to what was evicted and the tokens equal those of an engine that evicts nothing.
+    Each returning turn is run recomputed, from the GPU prefix cache, and restored: the second turns from host memory,
+    the third from disk, in a new process with nothing in memory, once the first engine is closed. Times are medians;
+    those recomputed and from the GPU prefix cache are over second and third turns. The new process is warmed up by an
+    unrelated prompt that shares no block with the conversations. Exits with 1 unless the restored KV is bit-equal to
+    what was there before and the tokens equal those of an engine that evicts nothing.
     """
     import logging
 
     from rich.console import Console
 
+    from kvtier_engine.demo.process import ReturningError
+
     logging.getLogger("kvtier").setLevel(logging.ERROR)  # the sizes are the demo's own; its progress says what matters
     stderr = Console(stderr=True)
-    with stderr.status("starting") as status:
+    try:
+        with stderr.status("starting") as status:
 
-        def progress(text: str) -> None:
-            status.update(text)
-            if not stderr.is_terminal:
-                stderr.print(text, highlight=False, soft_wrap=True)
+            def progress(text: str) -> None:
+                status.update(text)
+                if not stderr.is_terminal:
+                    stderr.print(text, highlight=False, soft_wrap=True)
 
-        result = _run(model, sessions, progress, corrupt=corrupt)
+            result = _run(model, sessions, progress, disk=disk, corrupt=corrupt)
+    except ReturningError as error:
+        stderr.print(f"FAILED: {error}", style="bold red", highlight=False, markup=False, soft_wrap=True)
+        return 1
     if as_json:
         typer.echo(json.dumps(result.to_json()))
     else:
@@ -61,11 +82,14 @@ def command(
     return 1
 
 
-def _run(model_dir: Path | None, num_sessions: int, progress: Progress, *, corrupt: bool) -> DemoResult:
+def _run(
+    model_dir: Path | None, num_sessions: int, progress: Progress, *, disk: Path | None, corrupt: bool
+) -> DemoResult:
     import torch
 
-    from kvtier.config import load_settings
+    from kvtier.frame import frame_bytes
     from kvtier_engine.config import EngineConfig
+    from kvtier_engine.demo.directory import check_room, fresh_directory
     from kvtier_engine.demo.measure import Measurement, Model
     from kvtier_engine.demo.sessions import make_sessions
     from kvtier_engine.hf_runner import HFRunner
@@ -73,25 +97,32 @@ def _run(model_dir: Path | None, num_sessions: int, progress: Progress, *, corru
     from kvtier_engine.weights import ensure_default_model, model_fingerprint
 
     torch.set_num_threads(1)  # bf16 sums come out alike only on one thread
-    directory = model_dir or ensure_default_model(progress)
-    progress(f"loading {directory}")
-    loaded = Model(
-        directory.name,
-        HFRunner.load(directory, num_blocks=1),
-        Tokenizer.load(directory),
-        model_fingerprint(directory),
-    )
-    conversations = make_sessions(num_sessions, loaded.tokenizer, MANUAL_TOKENS)
-    settings = load_settings(overrides={"host": {"size": HOST_SIZE}})
-    longest = MANUAL_TOKENS + 256
-    config = EngineConfig(max_num_seqs=4, max_batch_tokens=MAX_BATCH_TOKENS, max_model_len=longest)
-    session_blocks = -(-longest // loaded.runner.layout.block_tokens)
-    measurement = Measurement(loaded, conversations, settings, config, progress)
-    return measurement.run(
-        small_blocks=SMALL_POOL_SESSIONS * session_blocks,
-        session_blocks=session_blocks,
-        corrupt=corrupt,
-    )
+    with fresh_directory(disk) as disk_dir:
+        directory = model_dir or ensure_default_model(progress)
+        progress(f"loading {directory}")
+        loaded = Model(
+            directory,
+            HFRunner.load(directory, num_blocks=1),
+            Tokenizer.load(directory),
+            model_fingerprint(directory),
+        )
+        conversations = make_sessions(num_sessions, loaded.tokenizer, MANUAL_TOKENS)
+        longest = MANUAL_TOKENS + ANSWERS_AND_QUESTIONS
+        config = EngineConfig(max_num_seqs=4, max_batch_tokens=MAX_BATCH_TOKENS, max_model_len=longest)
+        layout = loaded.runner.layout
+        session_blocks = -(-longest // layout.block_tokens)
+        disk_bytes = max(MIN_DISK_BYTES, DISK_SHARE * num_sessions * session_blocks * frame_bytes(layout.block_bytes))
+        check_room(disk_dir, disk_bytes + MIN_FREE_BYTES)
+        overrides = {
+            "host": {"size": HOST_SIZE},
+            "disk": {"path": [str(disk_dir)], "size": disk_bytes, "min_free": MIN_FREE_BYTES},
+        }
+        measurement = Measurement(loaded, conversations, overrides, config, progress)
+        return measurement.run(
+            small_blocks=SMALL_POOL_SESSIONS * session_blocks,
+            session_blocks=session_blocks,
+            corrupt=corrupt,
+        )
 
 
 def _print_table(result: DemoResult) -> None:
@@ -100,7 +131,12 @@ def _print_table(result: DemoResult) -> None:
 
     table = Table("KV of the conversation so far", "time to first token", "of recompute")
     recompute = result.ttft_s["recompute"]
-    names = {"recompute": "recomputed", "gpu_hit": "in the GPU prefix cache", "host": "restored from host memory"}
+    names = {
+        "recompute": "recomputed",
+        "gpu_hit": "in the GPU prefix cache",
+        "host": "restored from host memory",
+        "disk": "restored from disk, in a new process",
+    }
     for key, name in names.items():
         seconds = result.ttft_s[key]
         table.add_row(name, f"{seconds:.3f} s", f"{seconds / recompute:.0%}")
@@ -110,15 +146,27 @@ def _print_table(result: DemoResult) -> None:
     ledger, share = result.ledger, result.memcpy_share
     dropped = ", ".join(f"{count} {reason.value}" for reason, count in ledger.dropped.items()) or "none"
     console.print(
-        f"restored KV bit-equal to evicted KV: {_mark(result.kv_bit_equal)} "
+        f"restored KV bit-equal to KV as it was computed: {_mark(result.kv_bit_equal)} "
         f"({result.num_blocks_compared} blocks compared)\n"
         f"tokens equal to an engine that evicts nothing: {_mark(result.tokens_equal)}\n"
         f"blocks due {ledger.due} = stored {ledger.stored} + dropped {sum(ledger.dropped.values())} ({dropped}) "
         f"+ pending {ledger.pending}\n"
         f"copying thread, share of an idle machine's memcpy: stores {share['store']:.2f}, beside the computing model; "
-        f"restores {share['restore']:.2f}",
+        f"restores {share['restore']:.2f}\n"
+        f"{_describe(result.disk)}",
         highlight=False,
         soft_wrap=True,
+    )
+
+
+def _describe(disk: DiskResult) -> str:
+    through = "direct I/O" if disk.mode == "direct" else "no direct I/O there, so reads may have come from memory"
+    if disk.file_system == "tmpfs":
+        through = "which is memory: name a directory on a disk by --disk"
+    return (
+        f"disk: {disk.blocks_written} blocks, {disk.bytes_written / 1e6:.0f} MB, in {disk.directory}, since removed "
+        f"({disk.file_system}, {through}); {disk.recovered_blocks} found by the new process, "
+        f"{disk.unstored_blocks} not stored, {disk.damaged_blocks} damaged"
     )
 
 

@@ -1,31 +1,37 @@
-"""What the demo runs: the same turns on three engines, and the bytes and tokens that prove them equal."""
+"""What the demo runs: the same turns on several engines, and the bytes and tokens that prove them equal."""
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 
-from kvtier.config import Settings
-from kvtier.errors import KVTierError
-from kvtier.keys import BlockDigest
-from kvtier.metrics import LedgerSnapshot
+from kvtier.config import load_settings
+from kvtier.errors import ConfigError, KVTierError
+from kvtier.metrics import DiskStats
+from kvtier_connectors.connector import Connector
 from kvtier_connectors.contract import CopyDirection
 from kvtier_engine.config import EngineConfig
-from kvtier_engine.demo.sessions import Session
+from kvtier_engine.demo.check import KVCheck, restored_blocks
+from kvtier_engine.demo.directory import file_system
+from kvtier_engine.demo.process import ReturningProcess
+from kvtier_engine.demo.protocol import Start, Turn
+from kvtier_engine.demo.result import DemoResult, DiskResult
+from kvtier_engine.demo.sessions import ANSWER, Session
 from kvtier_engine.hf_runner import HFRunner
 from kvtier_engine.llm import LLM, Completion
-from kvtier_engine.sampling import SamplingParams
 from kvtier_engine.tokenizer import Tokenizer
 
-__all__ = ["DemoResult", "Measurement", "Model", "Progress"]
+__all__ = ["Measurement", "Model", "Progress"]
 
-ANSWER = SamplingParams(max_tokens=16, ignore_eos=True)
 MEMCPY_BYTES = 256 << 20
+FLUSH_S = 60.0
 
 Progress = Callable[[str], None]
 
@@ -34,219 +40,252 @@ Progress = Callable[[str], None]
 class Model:
     """A loaded model and what the engines over it share."""
 
-    name: str
+    directory: Path
     runner: HFRunner
     tokenizer: Tokenizer
     fingerprint: str
 
 
-@dataclass(frozen=True, slots=True)
-class DemoResult:
-    """What the demo found; times are medians over the measured turns."""
-
-    model: str
-    prompt_tokens: int
-    ttft_s: dict[str, float]
-    restored_tokens: int
-    memcpy_share: dict[str, float]
-    num_blocks_compared: int
-    kv_bit_equal: bool
-    tokens_equal: bool
-    ledger: LedgerSnapshot
-
-    def to_json(self) -> dict[str, object]:
-        ledger = self.ledger
-        return {
-            "model": self.model,
-            "prompt_tokens": self.prompt_tokens,
-            "ttft_s": self.ttft_s,
-            "restored_tokens": {"host": self.restored_tokens},
-            "memcpy_share": self.memcpy_share,
-            "kv_bit_equal": self.kv_bit_equal,
-            "tokens_equal": self.tokens_equal,
-            "ledger": {
-                "due": ledger.due,
-                "stored": ledger.stored,
-                "dropped": {reason.value: count for reason, count in ledger.dropped.items()},
-                "pending": ledger.pending,
-            },
-        }
-
-
-@dataclass(slots=True)
-class _KVCheck:
-    """Blocks as they were before they were evicted, against what stands in the pool after landing."""
-
-    before: dict[BlockDigest, tuple[int, bytes]] = field(default_factory=dict)
-    restored: int = 0
-    compared: int = 0
-    different: int = 0
-    moved: int = 0
-
-    @property
-    def equal(self) -> bool:
-        """True when every restored block was compared, none differed, and they stand in other places than before."""
-        return self.compared == self.restored > 0 and self.different == 0 and self.moved > 0
-
-
 @dataclass(slots=True)
 class _Turns:
-    """What each engine answered, session by session."""
+    """What each engine answered, session by session. The reference and cold engines answer every measured turn."""
 
     first: list[Completion] = field(default_factory=list)
     first_reference: list[Completion] = field(default_factory=list)
     host: list[Completion] = field(default_factory=list)
-    gpu_hit: list[Completion] = field(default_factory=list)
+    host_reference: list[Completion] = field(default_factory=list)
+    disk: list[Turn] = field(default_factory=list)
+    disk_reference: list[Completion] = field(default_factory=list)
     recompute: list[Completion] = field(default_factory=list)
 
     @property
     def equal(self) -> bool:
-        """True when the pool that evicts put out the tokens of the pool that does not."""
-        return _tokens(self.first) == _tokens(self.first_reference) and _tokens(self.host) == _tokens(self.gpu_hit)
+        """True when the pools that evict put out the tokens of the pool that does not."""
+        return (
+            _tokens(self.first) == _tokens(self.first_reference)
+            and _tokens(self.host) == _tokens(self.host_reference)
+            and _tokens(self.disk) == _tokens(self.disk_reference)
+        )
+
+    @property
+    def ttft_s(self) -> dict[str, float]:
+        """Medians; those of the GPU prefix cache and of recomputing are over the turns beside both kinds of restore."""
+        return {
+            "recompute": _ttft(self.recompute),
+            "gpu_hit": _ttft([*self.host_reference, *self.disk_reference]),
+            "host": _ttft(self.host),
+            "disk": _ttft(self.disk),
+        }
 
 
 class Measurement:
-    """Runs every session's second turn three times: restored from host memory, from the GPU prefix cache, recomputed.
+    """Runs every session's second and third turn three times: restored, from the GPU prefix cache, recomputed.
 
     Three engines share the weights. One has kvtier and a pool that holds two sessions, so each has been evicted by the
-    time that it returns; the reference's pool holds everything; the third forgets its cache before each turn. A
-    session's three turns run one after the other, so that a machine that slows down slows all. The first two engines
-    run the same steps, so their KV and tokens must be equal to the bit.
+    time that it returns, and is restored from host memory; the reference's pool holds everything; the last forgets its
+    cache before each turn. Then the first engine is closed, and the third turns run in a new process over the same
+    disk, whose GPU pool and host pool begin empty; the same turns run on the other two engines here, after it answered.
+
+    A session's three turns run one after the other, so that a machine that slows down slows all, and only one process
+    computes at a time. Those that restore run the same steps as the reference, so KV and tokens must be equal to the
+    bit. `ttft_s` of the GPU prefix cache and of recomputing are medians over second and third turns together. The new
+    process first computes one prompt of a session's length that shares no block with any, and waits until its host pool
+    has pages: what a server pays once is not in its first turn's time.
     """
 
     def __init__(
-        self, model: Model, sessions: list[Session], settings: Settings, config: EngineConfig, progress: Progress
+        self,
+        model: Model,
+        sessions: list[Session],
+        overrides: dict[str, Any],
+        config: EngineConfig,
+        progress: Progress,
     ) -> None:
+        """overrides: kvtier's settings beside those of environment and file; they name one directory for the disk."""
         self._model = model
         self._sessions = sessions
-        self._settings = settings
+        self._overrides = overrides
         self._config = config
         self._progress = progress
-        self._kv = _KVCheck()
+        self._kv = KVCheck()
+        self._turns = _Turns()
 
     def run(self, *, small_blocks: int, session_blocks: int, corrupt: bool) -> DemoResult:
-        """Measure. corrupt: flip one stored byte before the sessions return, which the comparison must find.
+        """Measure. corrupt: flip one byte in host memory before the sessions return, which the comparison must find.
 
-        small_blocks: the pool beside kvtier. session_blocks: what one session needs at most.
+        small_blocks: the pool beside kvtier. session_blocks: what one session needs at most. Raises ReturningError when
+        the new process fails.
         """
         large_blocks = (len(self._sessions) + 1) * session_blocks
-        turns = _Turns()
+        turns = self._turns
         with (
-            self._engine(small_blocks, self._settings) as llm,
             self._engine(large_blocks, None) as reference,
             self._engine(session_blocks, None) as cold,
         ):
-            for session in self._sessions:
-                self._progress(
-                    f"{session.name}: first turn, in a pool of {small_blocks} blocks and one of {large_blocks}"
-                )
-                self._open(session, llm, reference, turns)
-            if corrupt:
-                self._flip_a_byte(llm)
-            for session in self._sessions:
-                self._progress(f"{session.name}: returns; restored, from the GPU prefix cache, recomputed")
-                turns.host.append(self._return(llm, session))
-                turns.gpu_hit.append(self._generate(reference, session.messages))
-                cold.engine.reset_cache()
-                turns.recompute.append(self._generate(cold, session.messages))
-            llm.engine.check_integrity()
-            ledger, shares = self._ledger(llm), self._memcpy_shares(llm)
+            with self._engine(small_blocks, self._overrides) as llm:
+                for session in self._sessions:
+                    self._progress(
+                        f"{session.name}: first turn, in a pool of {small_blocks} blocks and one of {large_blocks}"
+                    )
+                    self._open(session, llm, reference)
+                if corrupt:
+                    self._flip_a_byte(llm)
+                for session in self._sessions:
+                    self._progress(f"{session.name}: returns; restored, from the GPU prefix cache, recomputed")
+                    self._return(session, llm, reference, cold)
+                shares = self._memcpy_shares(llm)
+                num_unstored, written = self._flush(llm)
+                ledger = _connector(llm).scheduler.stats().ledger
+            recovered = self._run_third_turns(small_blocks, reference, cold)
+        (directory, mode), *_ = written.modes.items()
         return DemoResult(
-            model=self._model.name,
-            prompt_tokens=int(median(turn.num_prompt_tokens for turn in turns.host)),
-            ttft_s={key: _ttft(getattr(turns, key)) for key in ("recompute", "gpu_hit", "host")},
-            restored_tokens=sum(turn.restored_tokens for turn in turns.host),
+            model=self._model.directory.name,
+            prompt_tokens=int(median(turn.num_prompt_tokens for turn in [*turns.host, *turns.disk_reference])),
+            ttft_s=turns.ttft_s,
+            restored_tokens={
+                "host": sum(turn.restored_tokens for turn in turns.host),
+                "disk": self._block_tokens * sum(turn.hits.get("disk", 0) for turn in turns.disk),
+            },
             memcpy_share=shares,
-            num_blocks_compared=self._kv.compared,
-            kv_bit_equal=self._kv.equal,
+            num_blocks_compared=self._kv.compared.total(),
+            kv_bit_equal=self._kv.holds_for("host", "disk"),
             tokens_equal=turns.equal,
             ledger=ledger,
+            disk=DiskResult(
+                directory=directory,
+                file_system=file_system(Path(directory)),
+                mode=mode,
+                blocks_written=written.blocks,
+                bytes_written=written.written_bytes,
+                unstored_blocks=num_unstored,
+                recovered_blocks=recovered,
+                damaged_blocks=sum(turn.damaged_blocks for turn in turns.disk),
+            ),
         )
 
-    def _open(self, session: Session, llm: LLM, reference: LLM, turns: _Turns) -> None:
+    # ---- turns ---------------------------------------------------------------------------------------------------
+
+    def _open(self, session: Session, llm: LLM, reference: LLM) -> None:
         """The first turn on both engines, and the question of the second."""
         session.ask(0)
-        answer = self._generate(llm, session.messages)
-        turns.first.append(answer)
-        turns.first_reference.append(self._generate(reference, session.messages))
-        session.answer(answer.text)
-        session.ask(1)
-        self._remember(llm, session, answer)
+        answer = _generate(llm, session.messages)
+        self._turns.first.append(answer)
+        self._turns.first_reference.append(_generate(reference, session.messages))
+        self._go_on(session, llm, answer, next_turn=1)
 
-    def _engine(self, num_blocks: int, settings: Settings | None) -> LLM:
-        model = self._model
-        runner = model.runner.with_pool(num_blocks)
-        return LLM.from_parts(runner, model.tokenizer, model.fingerprint, self._config, settings)
+    def _return(self, session: Session, llm: LLM, reference: LLM, cold: LLM) -> None:
+        """The second turn, its restored blocks compared; and the question of the third."""
+        answer = _generate(llm, session.messages)
+        blocks = restored_blocks(llm, session.messages, answer)
+        self._kv.compare("host", answer.restored_tokens // self._block_tokens, {key: kv for key, _, kv in blocks})
+        self._kv.note_places({key: block_id for key, block_id, _ in blocks})
+        self._turns.host.append(answer)
+        self._turns.host_reference.append(_generate(reference, session.messages))
+        self._turns.recompute.append(self._recompute(cold, session))
+        self._go_on(session, llm, answer, next_turn=2)
 
-    def _generate(self, llm: LLM, messages: list[dict[str, str]]) -> Completion:
-        answer = llm.chat(messages, ANSWER)
-        if answer.error is not None:
-            raise KVTierError(f"the demo's model failed: {answer.error}")
-        return answer
+    def _run_third_turns(self, num_blocks: int, reference: LLM, cold: LLM) -> int:
+        """The third turns, in a new process; how many blocks that found on the disk."""
+        start = Start(
+            model_dir=str(self._model.directory),
+            num_blocks=num_blocks,
+            config=asdict(self._config),
+            overrides=self._overrides,
+            warm_up_tokens=self._turns.host[0].num_prompt_tokens,
+        )
+        with ReturningProcess(start) as process:
+            self._progress("a new process loads the model and opens the disk, with nothing in GPU pool and host pool")
+            recovered = process.wait_ready().recovered_blocks
+            for session in self._sessions:
+                self._progress(f"{session.name}: returns to the new process; then as before here")
+                turn = process.ask(session.messages)
+                self._kv.compare("disk", turn.restored_tokens // self._block_tokens, turn.kv)
+                self._turns.disk.append(turn)
+                self._turns.disk_reference.append(_generate(reference, session.messages))
+                self._turns.recompute.append(self._recompute(cold, session))
+        return recovered
 
-    def _return(self, llm: LLM, session: Session) -> Completion:
-        answer = self._generate(llm, session.messages)
+    def _go_on(self, session: Session, llm: LLM, answer: Completion, *, next_turn: int) -> None:
+        """Remember the KV of what was said while the pool holds it, and ask the next question."""
         prompt = self._model.tokenizer.encode_chat(session.messages)
-        size = self._model.runner.layout.block_tokens
-        cached = llm.engine.cached_blocks(prompt)
-        start = answer.gpu_hit_tokens // size
-        self._kv.restored += answer.restored_tokens // size
-        for digest, block_id in cached[start : start + answer.restored_tokens // size]:
-            old_id, old_bytes = self._kv.before[digest]
-            self._kv.compared += 1
-            self._kv.moved += old_id != block_id
-            self._kv.different += _block_digest(llm, block_id) != old_bytes
-        return answer
+        self._kv.remember(llm, [*prompt, *answer.token_ids])
+        session.answer(answer.text)
+        session.ask(next_turn)
 
-    def _remember(self, llm: LLM, session: Session, answer: Completion) -> None:
-        """Digest the session's blocks while the GPU pool still holds them."""
-        prompt = self._model.tokenizer.encode_chat(session.messages[:2])
-        for digest, block_id in llm.engine.cached_blocks([*prompt, *answer.token_ids]):
-            self._kv.before[digest] = (block_id, _block_digest(llm, block_id))
+    @staticmethod
+    def _recompute(cold: LLM, session: Session) -> Completion:
+        cold.engine.reset_cache()
+        return _generate(cold, session.messages)
+
+    # ---- engines -------------------------------------------------------------------------------------------------
+
+    @property
+    def _block_tokens(self) -> int:
+        return self._model.runner.layout.block_tokens
+
+    @contextmanager
+    def _engine(self, num_blocks: int, overrides: dict[str, Any] | None) -> Iterator[LLM]:
+        model = self._model
+        settings = None if overrides is None else load_settings(overrides=overrides)
+        runner = model.runner.with_pool(num_blocks)
+        llm = LLM.from_parts(runner, model.tokenizer, model.fingerprint, self._config, settings)
+        try:
+            yield llm
+        except BaseException:
+            llm.close(0.0)  # what is not on disk yet is of no use to anyone
+            raise
+        llm.close(FLUSH_S)
+
+    def _flush(self, llm: LLM) -> tuple[int, DiskStats]:
+        """As closing does, before the counts are gone: blocks that could not be stored, and what the disk has."""
+        llm.engine.check_integrity()
+        num_unstored = llm.flush(FLUSH_S)
+        disk = _connector(llm).store.stats().disk
+        if disk is None:
+            raise ConfigError("the demo needs a disk tier")
+        self._progress(f"{disk.blocks} blocks are on disk; the first engine closes")
+        return num_unstored, disk
 
     def _flip_a_byte(self, llm: LLM) -> None:
-        """Damage the first stored block of the session that returns first."""
-        connector = llm.engine.connector
-        assert connector is not None
-        prompt = self._model.tokenizer.encode_chat(self._sessions[0].messages)
-        digests = llm.engine.digests(prompt)
-        with connector.space.owner("corrupt") as owner:
-            leases = connector.space.lease(digests[:1], owner)
+        """Damage the first block in host memory of the session that returns first."""
+        space = _connector(llm).space
+        digests = llm.engine.digests(self._model.tokenizer.encode_chat(self._sessions[0].messages))
+        with space.owner("corrupt") as owner:
+            leases = space.lease(digests[:1], owner)
             if not leases:
                 raise KVTierError("nothing was stored that could be corrupted")
             leases[0].view[self._model.runner.layout.block_bytes // 2] ^= 1
         self._progress("one byte of one stored block was flipped")
 
-    @staticmethod
-    def _ledger(llm: LLM) -> LedgerSnapshot:
-        assert llm.engine.connector is not None
-        return llm.engine.connector.scheduler.stats().ledger
-
     def _memcpy_shares(self, llm: LLM) -> dict[str, float]:
         """The copying thread's bytes a second, as a share of memcpy's for pieces of a block."""
-        assert llm.engine.connector is not None
         limit = _memcpy_rate(self._model.runner.layout.block_bytes)
         shares = {}
         for direction in CopyDirection:
-            totals = llm.engine.connector.worker.totals(direction)
+            totals = _connector(llm).worker.totals(direction)
             shares[direction.value] = round(totals.num_bytes / totals.seconds / limit, 3) if totals.seconds else 0.0
         return shares
 
 
-def _ttft(turns: list[Completion]) -> float:
+def _connector(llm: LLM) -> Connector:
+    assert llm.engine.connector is not None
+    return llm.engine.connector
+
+
+def _generate(llm: LLM, messages: list[dict[str, str]]) -> Completion:
+    answer = llm.chat(messages, ANSWER)
+    if answer.error is not None:
+        raise KVTierError(f"the demo's model failed: {answer.error}")
+    return answer
+
+
+def _ttft(turns: Sequence[Completion | Turn]) -> float:
     times = [turn.ttft_s for turn in turns if turn.ttft_s is not None]
     return round(median(times), 4)
 
 
-def _tokens(turns: list[Completion]) -> list[tuple[int, ...]]:
+def _tokens(turns: Sequence[Completion | Turn]) -> list[tuple[int, ...]]:
     return [turn.token_ids for turn in turns]
-
-
-def _block_digest(llm: LLM, block_id: int) -> bytes:
-    digest = hashlib.sha256()
-    for plane in llm.engine.block_bytes(block_id):
-        digest.update(plane)
-    return digest.digest()
 
 
 def _memcpy_rate(piece_bytes: int) -> float:

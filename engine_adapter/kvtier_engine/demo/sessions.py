@@ -8,16 +8,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvtier.errors import ConfigError
+from kvtier_engine.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from kvtier_engine.tokenizer import Tokenizer
 
-__all__ = ["Session", "make_sessions"]
+__all__ = ["ANSWER", "Session", "make_sessions", "manual"]
+
+ANSWER = SamplingParams(max_tokens=16, ignore_eos=True)
 
 MODULES = ("argparse", "logging", "threading", "subprocess", "collections", "random", "typing", "unittest")
 QUESTIONS = (
     "What is this module for? Answer in one sentence.",
     "Which class or function of it would you show a beginner first, and why?",
+    "What mistake do people make with it most often?",
 )
 
 
@@ -41,16 +45,16 @@ def make_sessions(count: int, tokenizer: Tokenizer, manual_tokens: int) -> list[
         raise ConfigError(f"sessions must lie in 1..{len(MODULES)}, not {count}")
     sessions = []
     for name in MODULES[:count]:
-        tokens = tokenizer.encode(_manual(name))[:manual_tokens]
+        tokens = tokenizer.encode(manual(name))[:manual_tokens]
         if len(tokens) < manual_tokens:
             raise ConfigError(f"this Python's manual of {name} has {len(tokens)} tokens, fewer than {manual_tokens}")
-        manual = tokenizer.decode(tokens)
-        system = {"role": "system", "content": f"You answer questions about this manual of {name}:\n\n{manual}"}
+        text = tokenizer.decode(tokens)
+        system = {"role": "system", "content": f"You answer questions about this manual of {name}:\n\n{text}"}
         sessions.append(Session(name, [system]))
     return sessions
 
 
-def _manual(name: str) -> str:
+def manual(name: str) -> str:
     """The module's docstring, then those of its public classes, functions and methods."""
     module = importlib.import_module(name)
     parts = [inspect.getdoc(module) or ""]

@@ -18,8 +18,10 @@ from kvtier.reasons import DropReason
 from kvtier.store import Store
 from kvtier.testing import FakeClock, ManualExecutor
 from kvtier_connectors.contract import (
+    NO_OPTIONS,
     WRITTEN,
     CopyResult,
+    KVOptions,
     RequestInfo,
     RestoreOutcome,
     StepDemand,
@@ -90,10 +92,17 @@ class ConnectorRig:
 
     # ---- playing the engine --------------------------------------------------------------------------------------
 
-    def start(self, request_id: str, tokens: Sequence[int], *, restore: bool = True) -> Sequence[BlockDigest]:
+    def start(
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        *,
+        options: KVOptions = NO_OPTIONS,
+        num_local_blocks: int = 0,
+    ) -> Sequence[BlockDigest]:
         digests = digest_tokens(tokens, self.block_tokens, NO_EXTRAS)
         self.digests[request_id] = digests
-        self.scheduler.start_request(RequestInfo(request_id, digests, restore))
+        self.scheduler.start_request(RequestInfo(request_id, digests, options, num_local_blocks))
         return digests
 
     def compute(self, request_id: str, tokens: Sequence[int]) -> list[int]:
@@ -225,7 +234,8 @@ class EngineRig:
         **overrides: object,
     ) -> None:
         self.runner = FakeRunner(num_blocks, block_tokens)
-        self.executor = ManualExecutor()
+        self.executor = executor if isinstance(executor, ManualExecutor) else ManualExecutor()
+        self._is_manual = executor is None
         settings = tiny_settings(host_blocks, policy, **overrides)
         self._own_store = make_store(settings) if store is None and kvtier else None
         self.store = store or self._own_store
@@ -258,11 +268,11 @@ class EngineRig:
         max_tokens: int | None = 1,
         *,
         extras: Extras = NO_EXTRAS,
-        restore: bool = True,
+        options: KVOptions = NO_OPTIONS,
         **params: Any,
     ) -> None:
         params_ = SamplingParams(max_tokens=max_tokens, **params)
-        self.engine.add_request(request_id, prompt, params_, extras=extras, restore=restore)
+        self.engine.add_request(request_id, prompt, params_, extras=extras, options=options)
         self.prompts[request_id] = list(prompt)
 
     def step(self) -> StepResult:
@@ -286,7 +296,7 @@ class EngineRig:
             if not self.engine.has_work:
                 return
             self.step()
-            self.executor.run_all()
+            self._run_jobs()
         raise AssertionError(f"{self.engine.num_unfinished} requests and copies are left after {max_steps} steps")
 
     def generate(self, prompt: Sequence[int], max_tokens: int = 1, **kwargs: Any) -> RequestOutput:
@@ -303,9 +313,13 @@ class EngineRig:
         self.generate([40_000 + self._num_flushes] * size)
 
     def close(self) -> None:
-        self.engine.close()
+        # Copies that only run when told would be waited for in vain.
+        self.engine.close(0.0 if self._is_manual else 5.0)
         if self._own_store is not None:
             self._own_store.close()
+
+    def _run_jobs(self) -> None:
+        self.executor.run_all()
 
     # ---- looking -------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,233 @@
+"""A stage: one request's blocks on their way from lower tiers to host memory, and the reads it shares with others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvtier.executor import Executor
+from kvtier.index import BlockState
+from kvtier.keys import BlockDigest, make_key
+from kvtier.pool import Lease, Owner
+from kvtier.reasons import MissReason
+from kvtier.tiers.base import Tier
+from kvtier.tiers.host import HostTier
+from kvtier.tiers.reservation import Reservation
+
+__all__ = ["Source", "Stage", "StageRead", "lease_held", "locate"]
+
+FIRST_LOOK = 64
+"""Blocks asked for first; each next time four times as many, so that a prompt of which nothing is here costs little."""
+
+
+class Source(Protocol):
+    """A lower tier as staging needs it: the tier, its threads, and whether it can be asked now."""
+
+    @property
+    def tier(self) -> Tier: ...
+
+    @property
+    def executor(self) -> Executor: ...
+
+    @property
+    def is_available(self) -> bool:
+        """Pure and quick: the engine's thread asks."""
+
+
+class StageKeeper(Protocol):
+    """What a stage asks of whoever began it."""
+
+    def poll(self, stage: Stage) -> bool:
+        """See `Stage.poll`."""
+
+    def close_stage(self, stage: Stage) -> None:
+        """See `Stage.close`."""
+
+
+@dataclass(eq=False, slots=True)
+class StageRead:
+    """One block being read, for every stage that wants it."""
+
+    namespace: bytes
+    digest: BlockDigest
+    parent: BlockDigest | None
+    nbytes: int
+    source: Source
+    waiters: list[tuple[Stage, int]]
+    num_leased: int = 0
+    """Of the waiters, in their order, those that were given their lease."""
+    is_queued: bool = True
+    """No thread of the tier has begun it: whoever clears this ends it."""
+    is_read: bool = False
+    reservation: Reservation | None = None
+    guard: Lease | None = None
+    """Keeps the block in host memory until every waiter has its own lease."""
+    failure: MissReason | None = None
+    after: list[StageRead] = field(default_factory=list)
+    """Reads of blocks that follow this one's, which ended before it."""
+
+
+class Stage:
+    """One request's blocks on their way to host memory, and the leases that keep them there.
+
+    Ends by itself when all arrived, at the first block that did not, or at its deadline, whichever comes first; what
+    arrived by then stays leased until `close`. Polled, never awaited. Any thread.
+
+    tiers: names of the lower tiers that it reads from.
+
+    Mutable state: everything with an underscore, guarded by the stager's lock; `done` may be read without.
+    """
+
+    __slots__ = (
+        "_arrived",
+        "_begun_at",
+        "_deadline",
+        "_digests",
+        "_done",
+        "_end",
+        "_ended_at",
+        "_keeper",
+        "_left",
+        "_miss",
+        "_namespace",
+        "_nbytes",
+        "_next",
+        "_owner",
+        "_parent",
+        "_pending",
+        "_sources",
+        "name",
+        "tiers",
+    )
+
+    def __init__(
+        self,
+        keeper: StageKeeper,
+        name: str,
+        namespace: bytes,
+        digests: Sequence[BlockDigest],
+        parent: BlockDigest | None,
+        nbytes: int,
+        sources: list[Source | None],
+        begun_at: float,
+        deadline: float,
+        owner: Owner,
+        num_held: int,
+    ) -> None:
+        """sources: where each block is to be read from; None for one that is in host memory, or coming there.
+
+        num_held: leading blocks that are leased already.
+        """
+        self.name = name
+        self._keeper = keeper
+        self._namespace = namespace
+        self._digests = digests
+        self._parent = parent
+        self._nbytes = nbytes
+        self._sources = sources
+        self._left = Counter(source for source in sources if source is not None)
+        self.tiers = sorted(source.tier.name for source in self._left)
+        self._begun_at = begun_at
+        self._ended_at = begun_at
+        self._deadline = deadline
+        self._owner = owner
+        self._next = num_held
+        self._end = len(digests)
+        self._pending: set[int] = set()
+        self._arrived: Counter[str] = Counter()
+        self._miss: MissReason | None = None
+        self._done = False
+
+    @property
+    def done(self) -> bool:
+        return self._done
+
+    @property
+    def miss(self) -> MissReason | None:
+        """Why it ended short; None while it runs, and when every block came."""
+        return self._miss
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that were to be had when it began, host memory's included."""
+        return len(self._digests)
+
+    @property
+    def num_end(self) -> int:
+        """Blocks before the first that failed."""
+        return self._end
+
+    @property
+    def arrived(self) -> Mapping[str, int]:
+        """Blocks that it brought to host memory, by the tier that held them."""
+        return dict(self._arrived)
+
+    @property
+    def seconds(self) -> float:
+        """How long it ran, once it is done."""
+        return self._ended_at - self._begun_at
+
+    def poll(self) -> bool:
+        """True when it is done; ends it when its time is over or the tier that it waits for is sick."""
+        return self._done or self._keeper.poll(self)
+
+    def close(self) -> None:
+        """Let go of what arrived and want no more. Idempotent. Reads under way end on their own, for others."""
+        self._keeper.close_stage(self)
+
+
+def locate(
+    host: HostTier, lower: Sequence[Source], namespace: bytes, digests: Sequence[BlockDigest], max_reads: int
+) -> list[Source | None]:
+    """For the leading blocks that some tier holds, the lower tier to read each from, or None: it is in host memory, or
+    somebody copies it there. Ends before more than `max_reads` would have to be read."""
+    found: list[Source | None] = [None] * host.committed_run(namespace, digests)
+    step = FIRST_LOOK
+    while asked := digests[len(found) : len(found) + step]:
+        here = _locate(host, lower, namespace, asked)
+        for source in here:
+            if max_reads <= 0:
+                return found
+            found.append(source)
+            max_reads -= source is not None
+        if len(here) < len(asked):
+            return found
+        step *= 4
+    return found
+
+
+def _locate(
+    host: HostTier, lower: Sequence[Source], namespace: bytes, digests: Sequence[BlockDigest]
+) -> list[Source | None]:
+    states = host.states(namespace, digests)
+    missing = [index for index, state in enumerate(states) if state is not BlockState.COMMITTED]
+    holders: dict[int, Source] = {}
+    for source in lower:
+        unclaimed = [index for index in missing if index not in holders]
+        if not unclaimed or not source.is_available:
+            continue
+        held = source.tier.contains([make_key(namespace, digests[index]) for index in unclaimed])
+        holders |= {index: source for index, is_held in zip(unclaimed, held, strict=True) if is_held}
+    gaps = (index for index in missing if states[index] is None and index not in holders)
+    return [holders.get(index) for index in range(next(gaps, len(digests)))]
+
+
+def lease_held(
+    host: HostTier,
+    namespace: bytes,
+    digests: Sequence[BlockDigest],
+    sources: Sequence[Source | None],
+    owner: Owner,
+) -> tuple[int, int]:
+    """Lease what host memory holds of blocks that were located: how many leading ones it does, and how many blocks
+    there are to be had: fewer than were located where one was evicted since."""
+    num_leading = next(index for index, source in enumerate(sources) if source is not None)
+    num_held = len(host.lease_run(namespace, digests[:num_leading], owner))
+    rest = [index for index in range(num_held, len(sources)) if sources[index] is None]
+    held = host.lease_blocks([(namespace, digests[index]) for index in rest], owner)
+    gone = [index for index, block in zip(rest, held, strict=True) if block is None]
+    states = host.states(namespace, [digests[index] for index in gone])
+    evicted = (index for index, state in zip(gone, states, strict=True) if state is None)
+    return num_held, next(evicted, len(sources))

@@ -1,0 +1,391 @@
+"""Staging: blocks on their way from lower tiers to host memory, for requests that wait a bounded time for them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import chain
+
+from kvtier.clock import Clock
+from kvtier.errors import ClosedError, IntegrityError
+from kvtier.keys import BlockDigest, make_key
+from kvtier.pool import HostPool, Owner
+from kvtier.reasons import DropReason, MissReason
+from kvtier.stage import Source, Stage, StageRead, lease_held, locate
+from kvtier.tiers.base import ReadOutcome, ReadRequest
+from kvtier.tiers.host import HostTier
+
+__all__ = ["Stager"]
+
+logger = logging.getLogger("kvtier.staging")
+
+READ_BYTES = 8 << 20
+"""One job: large enough to keep a device busy, small enough that a prompt's blocks spread over the tier's threads."""
+
+OUTCOME_TO_REASON = {
+    ReadOutcome.MISS: MissReason.EVICTED,
+    ReadOutcome.DAMAGED: MissReason.DAMAGED,
+    ReadOutcome.ERROR: MissReason.TIER_ERROR,
+    ReadOutcome.REFUSED: MissReason.TIER_DOWN,
+}
+
+
+class Stager:
+    """Owns the reads under way from lower tiers, one per block however many stages want it.
+
+    A stage's blocks are read in prefix order, as far as a budget of bytes under way allows; stages take turns in the
+    order in which they began. Slots are set aside by the thread that reads, when it does. A read that nobody waits for
+    any more still ends in a commit: its bytes are right, and its slot is leased until the device let go of it.
+
+    No call blocks or does I/O except `_read`, which runs on the tiers' threads.
+
+    Mutable state: `_reads`, `_queue`, `_inflight_bytes` and every stage's, guarded by `_lock`, a leaf: nothing is
+    called under it.
+    """
+
+    def __init__(
+        self, host: HostTier, pool: HostPool, sources: Sequence[Source], max_inflight_bytes: int, clock: Clock
+    ) -> None:
+        self._host = host
+        self._pool = pool
+        self._sources = list(sources)
+        self._max_inflight = max_inflight_bytes
+        self._clock = clock
+        self._owner = pool.owner("staging")
+        self._lock = threading.Lock()
+        self._reads: dict[tuple[bytes, BlockDigest], StageRead] = {}
+        self._queue: deque[Stage] = deque()
+        self._inflight_bytes = 0
+        self._num_reads = 0
+        self._max_blocks: dict[int, int] = {}
+        self._listeners: list[Callable[[], None]] = []
+        self._closed = False
+
+    @property
+    def inflight_bytes(self) -> int:
+        """Bytes that queued and running reads, abandoned ones included, write to slots or will."""
+        return self._inflight_bytes
+
+    @property
+    def num_reads(self) -> int:
+        """Blocks read so far, well or not."""
+        return self._num_reads
+
+    def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call back when a stage ended by a read, by a refusal to queue one, or by `close`; on that thread, so be quick
+        and do not raise. What `poll` ends it tells by its answer. Returns a call that ends the subscription."""
+        self._listeners = [*self._listeners, callback]
+
+        def unsubscribe() -> None:
+            self._listeners = [listener for listener in self._listeners if listener is not callback]
+
+        return unsubscribe
+
+    # ---- the engine's side ---------------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        name: str,
+        namespace: bytes,
+        digests: Sequence[BlockDigest],
+        parent: BlockDigest | None,
+        nbytes: int,
+        max_wait_s: float,
+    ) -> Stage | None:
+        """Begin to bring the leading blocks that some tier holds to host memory; None if a lower tier has none of them.
+
+        parent: the block before the first, None when that begins its chain. nbytes: a block's length. The leading
+        blocks that host memory holds are leased too, and count as used.
+        """
+        if self._closed or max_wait_s <= 0:
+            return None
+        sources = locate(self._host, self._sources, namespace, digests, self._max_blocks_of(nbytes))
+        if not any(sources):
+            return None
+        owner = self._pool.owner(f"stage of {name}")
+        num_held, num_blocks = lease_held(self._host, namespace, digests, sources, owner)
+        if not any(sources[:num_blocks]):  # the block before was evicted since
+            owner.close()
+            return None
+        digests, sources = digests[:num_blocks], sources[:num_blocks]
+        now = self._clock.now()
+        stage = Stage(self, name, namespace, digests, parent, nbytes, sources, now, now + max_wait_s, owner, num_held)
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._queue.append(stage)
+        if closed:
+            owner.close()
+            return None
+        self._pump()
+        return stage
+
+    def poll(self, stage: Stage) -> bool:
+        """See `Stage.poll`."""
+        reason: MissReason | None = None
+        if self._clock.now() >= stage._deadline:
+            reason = MissReason.TIMEOUT
+        elif not all(source.is_available for source in list(stage._left)):
+            reason = MissReason.TIER_DOWN
+        if reason is not None:
+            with self._lock:
+                self._cut(stage, reason)
+        return stage._done
+
+    def close_stage(self, stage: Stage) -> None:
+        """See `Stage.close`."""
+        with self._lock:
+            self._cut(stage, None)
+        stage._owner.close()
+        self._pump()
+
+    def close(self) -> None:
+        """Begin nothing more and end every stage. The tiers' executors were closed first: what no thread has begun is
+        given up, and what their threads still read stays leased until they let go."""
+        with self._lock:
+            self._closed = True
+            queued = [read for read in self._reads.values() if read.is_queued]
+            for read in queued:
+                read.is_queued = False
+                read.failure = MissReason.TIMEOUT
+            stages = {stage for read in self._reads.values() for stage, _ in read.waiters} | set(self._queue)
+            running = [stage for stage in stages if not stage._done]
+            for stage in running:
+                self._cut(stage, MissReason.TIMEOUT)
+        self._complete(queued)
+        with self._lock:
+            idle = not self._reads
+        if idle:
+            self._owner.close()
+        if running:
+            self._tell_listeners()
+
+    def _max_blocks_of(self, nbytes: int) -> int:
+        """How many blocks one stage may read: half the pool, so that one prompt never takes all of host memory."""
+        if nbytes not in self._max_blocks:
+            self._max_blocks[nbytes] = self._pool.capacity_slots(nbytes) // 2
+        return self._max_blocks[nbytes]
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when reads, stages and the bytes under way disagree."""
+        with self._lock:
+            reads = list(self._reads.values())
+            nbytes = sum(read.nbytes for read in reads if not read.is_read)
+            if nbytes != self._inflight_bytes:
+                raise IntegrityError(f"staging: {self._inflight_bytes} bytes counted under way, {nbytes} are")
+            waiting = {(id(stage), index) for read in reads for stage, index in read.waiters}
+            for stage in {stage for read in reads for stage, _ in read.waiters} | set(self._queue):
+                if not stage._done and any((id(stage), index) not in waiting for index in stage._pending):
+                    raise IntegrityError(f"staging: {stage.name} waits for a block that nobody reads")
+
+    # ---- reads ---------------------------------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        """Begin as many reads as the budget allows."""
+        while reads := self._take():
+            self._submit(reads)
+
+    def _take(self) -> list[StageRead]:
+        """The next blocks to read: one tier's, from one stage, a job's worth at most; empty when there are none now."""
+        with self._lock:
+            while self._queue:
+                stage = self._queue[0]
+                reads = self._take_from(stage)
+                if stage._next >= stage._end:
+                    self._queue.popleft()
+                    self._check_done(stage)
+                elif not reads:
+                    return []  # the budget is used up
+                if reads:
+                    return reads
+        return []
+
+    def _take_from(self, stage: Stage) -> list[StageRead]:
+        reads: list[StageRead] = []
+        while stage._next < stage._end:
+            index, source = stage._next, stage._sources[stage._next]
+            name = (stage._namespace, stage._digests[index])
+            under_way = self._reads.get(name)
+            if under_way is not None:
+                under_way.waiters.append((stage, index))
+                stage._pending.add(index)
+            elif source is not None:
+                if (reads and reads[0].source is not source) or len(reads) * stage._nbytes >= READ_BYTES:
+                    break
+                if self._inflight_bytes and self._inflight_bytes + stage._nbytes > self._max_inflight:
+                    break
+                parent = stage._digests[index - 1] if index else stage._parent
+                read = StageRead(*name, parent, stage._nbytes, source, [(stage, index)])
+                self._reads[name] = read
+                self._inflight_bytes += read.nbytes
+                stage._pending.add(index)
+                reads.append(read)
+            stage._next += 1
+        return reads
+
+    def _submit(self, reads: list[StageRead]) -> None:
+        if not reads[0].source.executor.try_submit(lambda: self._read(reads), urgent=True) and self._claim(reads):
+            for read in reads:
+                read.failure = MissReason.BACKLOG
+            self._complete(reads)
+
+    def _claim(self, reads: Sequence[StageRead]) -> bool:
+        """True for the one that is to end these reads of one job: its thread, or who learns that none will run it."""
+        with self._lock:
+            is_first = reads[0].is_queued
+            for read in reads:
+                read.is_queued = False
+            return is_first
+
+    def _read(self, reads: Sequence[StageRead]) -> None:
+        """On a thread of the tier: may block for as long as the device does."""
+        if not self._claim(reads):
+            return
+        try:
+            self._fill(reads)
+        except BaseException:
+            logger.exception("reading %d blocks from the %s tier failed", len(reads), reads[0].source.tier.name)
+            for read in reads:
+                read.failure = MissReason.TIER_ERROR
+        self._complete(reads)
+        self._pump()
+
+    def _fill(self, reads: Sequence[StageRead]) -> None:
+        failure: MissReason | None = None
+        for read in reads:
+            # Behind a block without a slot, a slot would serve nobody and cost someone's block.
+            failure = read.failure = failure or self._reserve(read)
+        filled = [(read, read.reservation) for read in reads if read.reservation is not None]
+        if not filled:
+            return
+        with self._lock:
+            self._num_reads += len(filled)
+        outcomes = reads[0].source.tier.read(
+            [
+                ReadRequest(make_key(read.namespace, read.digest), reservation.lease.view[: read.nbytes])
+                for read, reservation in filled
+            ]
+        )
+        for (read, _), outcome in zip(filled, outcomes, strict=True):
+            read.failure = None if outcome is ReadOutcome.OK else OUTCOME_TO_REASON.get(outcome, MissReason.TIER_ERROR)
+
+    def _reserve(self, read: StageRead) -> MissReason | None:
+        """Set a slot aside. Without one, why; None too when the block came to host memory meanwhile."""
+        reserved = self._host.reserve(read.namespace, read.digest, read.parent, read.nbytes, self._owner)
+        if isinstance(reserved, DropReason):
+            return None if reserved is DropReason.ALREADY_STORED else MissReason.HOST_FULL
+        read.reservation = reserved
+        return None
+
+    def _complete(self, reads: Sequence[StageRead]) -> None:
+        """Reads ended: commit what came, prefix first, and tell the stages. A block whose parent is still being read
+        waits for it, so that host memory knows the chain."""
+        ready: deque[StageRead] = deque()
+        with self._lock:
+            for read in reads:
+                read.is_read = True
+                self._inflight_bytes -= read.nbytes
+                parent = self._reads.get((read.namespace, read.parent)) if read.parent is not None else None
+                (parent.after if parent is not None else ready).append(read)
+        ended = False
+        while ready:
+            read = ready.popleft()
+            try:
+                self._commit(read)
+            except BaseException:  # else its stages would wait for it until their time is over
+                logger.exception("a staged block could not be committed")
+                read.failure = MissReason.TIER_ERROR
+            ended |= self._end_read(read)
+            ready.extend(read.after)
+        if ended:
+            self._tell_listeners()
+
+    def _commit(self, read: StageRead) -> None:
+        """Make the block findable, leased by each stage that waits for it; or give its slot back."""
+        reservation = read.reservation
+        if reservation is None:
+            return
+        try:
+            if read.failure is None:
+                read.guard = self._host.share(reservation, self._owner)
+                for owner in self._unleased(read):
+                    with suppress(ClosedError):  # the stage was closed since
+                        self._host.share(reservation, owner)
+                if not self._host.commit([reservation], came_from=read.source.tier.name)[0]:
+                    read.failure = MissReason.RESET
+        finally:
+            self._host.abort(reservation)  # harmless after the commit
+
+    def _unleased(self, read: StageRead) -> list[Owner]:
+        """The owners of the stages that have come to wait for the block since it was last asked."""
+        with self._lock:
+            new = read.waiters[read.num_leased :]
+            read.num_leased = len(read.waiters)
+            return [stage._owner for stage, index in new if not stage._done and index < stage._end]
+
+    def _end_read(self, read: StageRead) -> bool:
+        """The block is in host memory, or failed: lease it for stages that came last, and tell all. True if one ended
+        by it."""
+        while (ended := self._try_end(read)) is None:
+            for owner in self._unleased(read):
+                with suppress(ClosedError):
+                    leases = self._host.lease_run(read.namespace, [read.digest], owner)
+                    if not leases and self._host.state(read.namespace, read.digest) is None:
+                        read.failure = MissReason.EVICTED
+        if read.guard is not None:
+            read.guard.release()
+        return ended
+
+    def _try_end(self, read: StageRead) -> bool | None:
+        with self._lock:
+            if read.failure is None and read.num_leased < len(read.waiters):
+                return None
+            del self._reads[read.namespace, read.digest]
+            return self._tell(read)
+
+    def _tell_listeners(self) -> None:
+        for listener in self._listeners:
+            listener()
+
+    # ---- stages, under the lock ----------------------------------------------------------------------------------
+
+    def _tell(self, read: StageRead) -> bool:
+        """The stages' word of a read; True if one ended by it."""
+        ended = False
+        for stage, index in read.waiters:
+            stage._pending.discard(index)
+            source = stage._sources[index]
+            if source is not None:
+                stage._left[source] -= 1
+                if not stage._left[source]:
+                    del stage._left[source]
+            if stage._done:
+                continue
+            if read.failure is not None and index < stage._end:
+                stage._end, stage._miss = index, read.failure
+            elif read.failure is None and read.reservation is not None:
+                stage._arrived[read.source.tier.name] += 1
+            ended |= self._check_done(stage)
+        return ended
+
+    def _check_done(self, stage: Stage) -> bool:
+        if not stage._done and stage._next >= stage._end <= min(stage._pending, default=stage._end):
+            self._finish(stage)
+            return True
+        return False
+
+    def _cut(self, stage: Stage, reason: MissReason | None) -> None:
+        """End it before its blocks came; what came of the prefix stays."""
+        if not stage._done:
+            stage._end = min(chain(stage._pending, [stage._next, stage._end]))
+            stage._miss = reason or stage._miss
+            self._finish(stage)
+
+    def _finish(self, stage: Stage) -> None:
+        stage._done = True
+        stage._ended_at = self._clock.now()
+        if stage in self._queue:
+            self._queue.remove(stage)

@@ -1,0 +1,364 @@
+"""One directory of the disk tier: segments that are appended to one after the other, and evicted oldest first."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from itertools import groupby
+
+from kvtier.errors import IntegrityError
+from kvtier.frame import STRIDE_BYTES, frame_bytes
+from kvtier.keys import Key
+from kvtier.tiers.base import WriteOutcome
+from kvtier.tiers.disk.allotment import Allotment
+from kvtier.tiers.disk.catalog import Catalog, Removed
+from kvtier.tiers.disk.directory import Directory
+from kvtier.tiers.disk.files import Files
+from kvtier.tiers.disk.handles import Handles
+from kvtier.tiers.disk.layout import (
+    GONE_PAGE,
+    UUID_BYTES,
+    SegmentHeader,
+    SegmentUse,
+    max_frame_bytes,
+    pack_footer,
+)
+from kvtier.tiers.disk.scratch import ScratchPool
+from kvtier.tiers.disk.segment import Segment, SegmentFile, SegmentRow, SegmentState
+from kvtier.tiers.disk.transfer import Incoming, Outgoing, copy_of, groups, read_run, runs, write_run
+
+__all__ = ["READMIT_SHARE", "Volume"]
+
+READMIT_SHARE = 0.08  # of a segment: what eviction may copy, so that one byte written costs at most 1.08
+
+logger = logging.getLogger("kvtier.disk")
+
+
+class Volume:
+    """Places frames, writes and reads them, and keeps one file spare where the cap is reached.
+
+    `_append` serialises placing and rotation, and is held during I/O for rotation alone: a header page, a footer, what
+    is copied from an evicted segment. Order of locks: `_append`, the allotment's, the catalog's. Reads take the
+    catalog's only. Mutable state: `_open`, `_spare`, `_owes_spare`, guarded by `_append`. Any thread.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        directory: Directory,
+        allotment: Allotment,
+        catalog: Catalog,
+        files: Files,
+        scratch: ScratchPool,
+    ) -> None:
+        self.number = number
+        self.directory = directory
+        self.allotment = allotment
+        self._catalog = catalog
+        self._files = files
+        self._scratch = scratch
+        self._handles = Handles(files, directory.fd, directory.open_flags)
+        self._direct = directory.mode == "direct"
+        self._append = threading.Lock()
+        self._open: Segment | None = None
+        self._spare: SegmentFile | None = None
+        self._owes_spare = False
+
+    @property
+    def max_frame_bytes(self) -> int:
+        return max_frame_bytes(self.allotment.segment_bytes)
+
+    # ---- writing -------------------------------------------------------------------------------------------------
+
+    def store(self, frames: Sequence[Outgoing], outcomes: list[WriteOutcome]) -> Sequence[Outgoing]:
+        """Write frames, contiguous where no other thread comes between. Those that were not, with why in `outcomes`."""
+        at = 0
+        while at < len(frames):
+            if not self.allotment.is_writable():
+                return _answer(frames[at:], WriteOutcome.FULL, outcomes)
+            group = next(groups(frames[at:]))
+            placed = self._place(group)
+            if placed is None:
+                stale = group[0].epoch != self._catalog.epoch
+                return _answer(frames[at:], WriteOutcome.ERROR if stale else self._why_not(), outcomes)
+            segment, count = placed
+            failed = self._write(segment, group[:count], outcomes)
+            if failed is not None:
+                return _answer(frames[at:], failed, outcomes)
+            at += count
+        return ()
+
+    def _why_not(self) -> WriteOutcome:
+        return WriteOutcome.ERROR if self.allotment.is_cooling else WriteOutcome.FULL
+
+    def _write(self, segment: Segment, frames: Sequence[Outgoing], outcomes: list[WriteOutcome]) -> WriteOutcome | None:
+        """Write a placed run and publish it; None, or the outcome of all its blocks when that failed."""
+        try:
+            with self._handles.use(segment.file.name) as fd:
+                write_run(self._files, fd, frames, segment.header.uuid, self._scratch, direct=self._direct)
+            written = sum(frame.frame_bytes for frame in frames)
+            void = self._catalog.publish(segment, frames, written, outcomes)
+            if void:
+                self._overwrite(segment, void)
+        except (OSError, MemoryError) as error:
+            self._catalog.count_write_error()
+            return WriteOutcome.FULL if self.allotment.note(error) else WriteOutcome.ERROR
+        finally:
+            self._end_write(segment)
+        return None
+
+    def _end_write(self, segment: Segment) -> None:
+        if self._catalog.end_write(segment):
+            self.seal(segment)
+
+    def _place(self, frames: Sequence[Outgoing]) -> tuple[Segment, int] | None:
+        """Pages for as many leading frames as the open segment takes, or a new one where it takes none."""
+        needed = frames[0].frame_bytes
+        with self._append:
+            if self._owes_spare and self._open is not None:
+                self._prepare_spare(self._open, needed)
+            for _ in range(2):
+                if self._open is not None:
+                    count = self._catalog.place(self._open, frames)
+                    if count:
+                        return self._open, count
+                if frames[0].epoch != self._catalog.epoch or not self._rotate(needed):
+                    return None
+            return None
+
+    def seal(self, segment: Segment) -> None:
+        """Write a full segment's footer, if it is of this epoch, and let it be evicted from then on."""
+        try:
+            if self._catalog.is_current(segment):
+                self._write_footer(segment)
+        except (OSError, MemoryError) as error:
+            self.allotment.note(error)
+            self._catalog.count_write_error()
+        finally:
+            self.allotment.refresh(segment.file)
+            self._catalog.mark_sealed(segment)
+
+    def erase(self, removed: Sequence[Removed]) -> None:
+        """Overwrite the headers of removed blocks, and footers that name them, so that no later open finds them."""
+        for segment in {each.segment.number: each.segment for each in removed}.values():
+            pages = [each.page for each in removed if each.segment is segment]
+            self._overwrite(segment, pages)
+            for _ in pages:
+                self._end_write(segment)
+
+    def _overwrite(self, segment: Segment, pages: Sequence[int]) -> None:
+        """Of frames of no use. May fail in silence: then a later open may find a block, with its own bytes."""
+        try:
+            for page in pages:
+                self._write_pages(segment.file.name, memoryview(GONE_PAGE), page * STRIDE_BYTES)
+            if segment.state is SegmentState.SEALED:
+                self._write_footer(segment)
+        except (OSError, MemoryError) as error:
+            logger.info("disk.path %s: a removed block could not be erased: %s", self.directory.path, str(error))
+
+    def _write_footer(self, segment: Segment) -> None:
+        with self._catalog.lock:
+            offset, footer = pack_footer(segment.header, segment.live(), segment.tail_page)
+        self._write_pages(segment.file.name, memoryview(footer), offset)
+
+    # ---- reading -------------------------------------------------------------------------------------------------
+
+    def load(self, frames: list[Incoming]) -> None:
+        """Read pinned blocks into their buffers; sets each one's outcome."""
+        frames.sort(key=lambda frame: (frame.segment.number, frame.row.page))
+        for _, of_segment in groupby(frames, key=lambda frame: frame.segment.number):
+            for run in runs(list(of_segment)):
+                self._load_run(run)
+
+    def _load_run(self, run: Sequence[Incoming]) -> None:
+        try:
+            with self._handles.use(run[0].segment.file.name) as fd:
+                read_run(self._files, fd, run, self._scratch, direct=self._direct)
+        except (OSError, MemoryError):
+            if len(run) > 1:  # one bad block must not spoil the others
+                for frame in run:
+                    self._load_run([frame])
+
+    # ---- rotation, under the append lock -------------------------------------------------------------------------
+
+    def _rotate(self, needed: int) -> bool:
+        """Open the next segment, and see to a spare. False when no file can be had now: then nothing changed."""
+        file = self._spare or self.allotment.create()
+        self._spare = None
+        if file is None and self.allotment.reason is None:
+            file = self._evict()
+        segment = self._start(file) if file is not None else None
+        if segment is None:
+            return False
+        old, self._open = self._open, segment
+        if old is not None and self._catalog.retire(old):
+            self.seal(old)
+        self._prepare_spare(segment, needed)
+        return True
+
+    def _start(self, file: SegmentFile) -> Segment | None:
+        try:
+            header = self._write_header(file, SegmentUse.FRAMES)
+        except (OSError, MemoryError) as error:
+            self.allotment.note(error)
+            self._spare = file
+            return None
+        return self._catalog.add_segment(self.number, file, header)
+
+    def _prepare_spare(self, target: Segment, needed: int) -> None:
+        """At the cap, evict the oldest segment while there is somewhere to copy its used blocks to."""
+        self._owes_spare = False
+        if self._spare is not None or self.allotment.can_create():
+            return
+        self._spare = self._evict(target, needed)
+        self._owes_spare = self._spare is None
+
+    def _evict(self, target: Segment | None = None, needed: int = 0) -> SegmentFile | None:
+        """The file of the oldest segment that is not in use, its used blocks copied to `target`, which keeps room for
+        `needed` bytes; None when every segment is in use.
+        """
+        for victim in self._catalog.segments_of(self.number):
+            if victim.state is not SegmentState.SEALED or victim.readers or victim.writers:
+                continue
+            moved = target is not None and self._readmit(victim, target, needed)
+            if self._catalog.drop(victim):
+                file = self._recycle(victim.file, is_spare=target is not None)
+                if file is not None:
+                    return file
+            elif moved:  # a reader was faster: what was copied is not to be found there again
+                self._overwrite(victim, [])
+        return None
+
+    def _recycle(self, file: SegmentFile, *, is_spare: bool) -> SegmentFile | None:
+        """Begin a new life of an evicted file, in which none of its frames is valid."""
+        if file.size != self.allotment.segment_bytes:
+            self.discard(file)
+            return self.allotment.create()
+        if is_spare:
+            try:
+                self._write_header(file, SegmentUse.SPARE)
+            except (OSError, MemoryError) as error:
+                self.allotment.note(error)
+                self.discard(file)
+                return None
+        return file
+
+    def _readmit(self, victim: Segment, target: Segment, needed: int) -> bool:
+        """Copy used blocks; whether any was."""
+        if victim.header.epoch != target.header.epoch:
+            return False
+        budget = int(READMIT_SHARE * self.allotment.segment_bytes)
+        moved = False
+        for entry, row in self._catalog.hottest(victim, budget):
+            room = target.room() - STRIDE_BYTES  # the footer may grow by a page
+            if room - frame_bytes(row.stored_bytes) < needed:
+                break
+            try:
+                moved |= self._copy(victim, entry, row, target)
+            except (OSError, MemoryError) as error:
+                logger.info("disk.path %s: a block was not kept at eviction: %s", self.directory.path, str(error))
+        return moved
+
+    def _copy(self, victim: Segment, entry: int, row: SegmentRow, target: Segment) -> bool:
+        source = Incoming(0, Key(row.key), memoryview(b""), victim, entry, row)
+        with self._scratch.take(source.frame_bytes) as memory:
+            frame = memory[: source.frame_bytes]
+            with self._handles.use(victim.file.name) as fd:
+                self._files.read(fd, [frame], row.page * STRIDE_BYTES)
+            copy = copy_of(frame, source, target.header.epoch)
+            if copy is None:
+                self._catalog.forget_damaged(victim, entry, source.key)
+            if copy is None or not self._catalog.place(target, [copy]):
+                return False
+            try:
+                with self._handles.use(target.file.name) as fd:
+                    write_run(self._files, fd, [copy], target.header.uuid, self._scratch, direct=self._direct)
+                self._catalog.count_written(copy.frame_bytes)
+                moved = self._catalog.move(victim, entry, target, copy)
+                if not moved:
+                    self._overwrite(target, [copy.page])
+            finally:
+                self._end_write(target)
+        return moved
+
+    def _write_header(self, file: SegmentFile, use: SegmentUse) -> SegmentHeader:
+        header = SegmentHeader(
+            os.urandom(UUID_BYTES), self._catalog.next_sequence(), self._catalog.epoch, file.size, use
+        )
+        self._write_pages(file.name, memoryview(header.encode()), 0)
+        return header
+
+    def _write_pages(self, name: str, pages: memoryview, offset: int) -> None:
+        with self._scratch.take(len(pages)) as memory, self._handles.use(name) as fd:
+            memory[: len(pages)] = pages
+            self._files.write(fd, [memory[: len(pages)]], offset)
+        self._catalog.count_written(len(pages))
+
+    # ---- opening and closing -------------------------------------------------------------------------------------
+
+    def discard(self, file: SegmentFile) -> None:
+        """Delete a file that is no segment's any more."""
+        self._handles.drop(file.name)
+        self.allotment.delete(file)
+
+    def keep_spare(self, file: SegmentFile) -> bool:
+        """Whether the file, found at open, became the spare."""
+        with self._append:
+            if self._spare is not None or file.size != self.allotment.segment_bytes:
+                return False
+            self._spare = file
+            return True
+
+    def resume(self, segment: Segment) -> bool:
+        """Append to a segment found at open. False, and it stays as it is, when its footer cannot be undone."""
+        try:
+            self._write_pages(segment.file.name, memoryview(bytes(STRIDE_BYTES)), segment.header.size - STRIDE_BYTES)
+        except (OSError, MemoryError) as error:
+            self.allotment.note(error)
+            return False
+        with self._append, self._catalog.lock:
+            segment.state = SegmentState.OPEN
+            self._open = segment
+        return True
+
+    def remember_epoch(self, epoch: int) -> str | None:
+        """Write the epoch through to the device; what kept us from that, if anything."""
+        try:
+            self.directory.write_epoch(epoch)
+        except OSError as error:
+            return f"{self.directory.path}: {error.strerror or error}"
+        return None
+
+    def refresh_usage(self) -> None:
+        segment = self._open
+        if segment is not None:
+            self.allotment.refresh(segment.file)
+
+    def close(self, *, seal: bool) -> None:
+        """Seal the open segment, if asked, and let go of everything. No other call may be under way or follow."""
+        segment, self._open = self._open, None
+        if seal and segment is not None and self._catalog.retire(segment):
+            self.seal(segment)
+        self._handles.close()
+        self.directory.close()
+
+    def check_integrity(self) -> None:
+        with self._append:
+            held = {file.name for file in self.allotment.held}
+            own = {segment.file.name for segment in self._catalog.segments_of(self.number)}
+            if self._spare is not None:
+                own.add(self._spare.name)
+            if held != own:
+                raise IntegrityError(f"disk tier: files {sorted(held ^ own)} are counted, or in use, but not both")
+            if self.allotment.used_bytes > self.allotment.capacity_bytes:
+                raise IntegrityError(
+                    f"disk tier: {self.allotment.used_bytes} bytes used of {self.allotment.capacity_bytes}"
+                )
+
+
+def _answer(frames: Sequence[Outgoing], outcome: WriteOutcome, outcomes: list[WriteOutcome]) -> Sequence[Outgoing]:
+    for frame in frames:
+        outcomes[frame.position] = outcome
+    return frames

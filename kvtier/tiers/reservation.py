@@ -1,0 +1,54 @@
+"""What the host tier hands out besides leases: a slot being filled, and word of a block that went."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from kvtier.keys import BlockDigest
+from kvtier.pool import Lease
+
+__all__ = ["Eviction", "HeldBlock", "Phase", "Reservation"]
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """A block that is no longer, or never came to be, in host memory: it gave its slot to another, or its filling came
+    to nothing. Told after the fact."""
+
+    namespace: bytes
+    digest: BlockDigest
+
+
+class HeldBlock(NamedTuple):
+    """A lease on a block's slot, and the block's own length in bytes: the slot may be longer."""
+
+    lease: Lease
+    nbytes: int
+
+
+class Phase(Enum):
+    """Where a reservation stands."""
+
+    FILLING = "filling"
+    COMMITTED = "committed"
+    VOID = "void"
+
+
+class Reservation:
+    """A slot set aside for one block, to be filled and then committed or aborted. Dies with its owner.
+
+    lease: the slot to fill; it lives until the reservation ends.
+    Mutable state: `_phase`, guarded by the tier's lock.
+    """
+
+    __slots__ = ("_parent_lease", "_phase", "digest", "lease", "namespace", "parent")
+
+    def __init__(self, namespace: bytes, digest: BlockDigest, parent: BlockDigest | None) -> None:
+        self.namespace = namespace
+        self.digest = digest
+        self.parent = parent
+        self.lease: Lease
+        self._parent_lease: Lease | None = None
+        self._phase = Phase.FILLING

@@ -1,0 +1,330 @@
+"""Write-behind: blocks that came to host memory, on their way to a lower tier, each accounted for."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvtier.clock import Clock
+from kvtier.errors import ClosedError, IntegrityError
+from kvtier.executor import Executor
+from kvtier.keys import BlockDigest, Key, make_key, split_key
+from kvtier.metrics import Ledger
+from kvtier.pool import HostPool, Lease
+from kvtier.reasons import DropReason
+from kvtier.tiers.base import Tier, WriteOutcome, WriteRequest
+from kvtier.tiers.host import HostTier
+
+__all__ = ["WriteBehind"]
+
+logger = logging.getLogger("kvtier.writebehind")
+
+WRITE_BYTES = 8 << 20
+"""One job: a read that comes meanwhile waits for no more than that on its thread."""
+MAX_NOTED = 1 << 16  # dropped blocks, and uses of blocks, that are remembered: a few MiB each
+
+ENQUEUED_AT_ONCE = 16  # blocks by which the bound can be passed
+
+NO_ROOM = frozenset({DropReason.BACKLOG, DropReason.ORPHAN})
+
+OUTCOME_TO_REASON = {
+    WriteOutcome.ALREADY_STORED: DropReason.ALREADY_STORED,
+    WriteOutcome.FULL: DropReason.TIER_FULL,
+    WriteOutcome.ERROR: DropReason.TIER_ERROR,
+    WriteOutcome.REFUSED: DropReason.TIER_DOWN,
+}
+
+
+class _Dropped(NamedTuple):
+    parent: Key | None
+    reason: DropReason
+
+
+class _Pending(NamedTuple):
+    key: Key
+    parent: Key | None
+    lease: Lease
+    nbytes: int
+
+
+class WriteBehind:
+    """Owns the queue of blocks to be written to one tier, their leases, and the ledger of that way down.
+
+    A block is offered when it is committed to host memory. At its `min_uses`-th use it is due: leased and queued, in
+    order, within a bound of bytes; beyond the bound it is dropped, and so are blocks behind it in its chain, which
+    nobody could reach. What was dropped for a passing reason is due again when a prompt next uses it, or at a flush.
+
+    `offer` and `note_use` never block and are for the engine's thread; jobs run on the tier's executor, which does
+    reads first.
+
+    Mutable state: `_queue`, `_queued_bytes`, `_num_jobs`, `_num_running`, `_dropped`, `_uses`, `_closed`, guarded by
+    `_changed`, a leaf: nothing is called under it.
+    """
+
+    def __init__(
+        self,
+        host: HostTier,
+        pool: HostPool,
+        tier: Tier,
+        executor: Executor,
+        clock: Clock,
+        *,
+        max_bytes: int,
+        min_uses: int = 1,
+        max_jobs: int = 1,
+    ) -> None:
+        """max_bytes: of blocks queued and being written: host memory that cannot be evicted meanwhile."""
+        self._host = host
+        self._tier = tier
+        self._executor = executor
+        self._clock = clock
+        self._max_bytes = max_bytes
+        self._min_uses = min_uses
+        self._max_jobs = max_jobs
+        self._owner = pool.owner(f"writes to the {tier.name} tier")
+        self._changed = threading.Condition()
+        self._queue: deque[_Pending] = deque()
+        self._queued_bytes = 0
+        self._num_jobs = 0
+        self._num_running = 0
+        self._dropped: OrderedDict[Key, _Dropped] = OrderedDict()
+        self._uses: OrderedDict[Key, int] = OrderedDict()
+        self._closed = False
+        self.ledger = Ledger()
+        self._unsubscribe = host.subscribe(on_commit=self.offer)
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of blocks that are queued or being written."""
+        return self._queued_bytes
+
+    def offer(self, blocks: Sequence[tuple[Key, Key | None]], came_from: str | None) -> None:
+        """Blocks came to host memory, prefix first, each with its parent's key."""
+        if self._closed:
+            return
+        if came_from == self._tier.name:
+            self._note_held([key for key, _ in blocks])
+            return
+        due = list(blocks) if self._min_uses == 1 else self._count_uses(blocks, is_new=True)
+        self._make_due(due)
+
+    def note_use(self, namespace: bytes, digests: Sequence[BlockDigest], parent: BlockDigest | None) -> None:
+        """A prompt used these blocks, wherever they were; `parent` comes before the first."""
+        if self._closed or (self._min_uses == 1 and not self._dropped):
+            return
+        keys = [make_key(namespace, digest) for digest in digests]
+        before = [None if parent is None else make_key(namespace, parent), *keys]
+        blocks = list(zip(keys, before, strict=False))
+        if self._min_uses > 1:
+            due = self._count_uses(blocks, is_new=False)
+        else:
+            due = [block for block in blocks if block[0] in self._dropped]
+        # What is not in host memory is due when it comes there.
+        here = self._host.contains([key for key, _ in due])
+        self._make_due([block for block, is_here in zip(due, here, strict=True) if is_here])
+
+    def flush(self, timeout: float) -> int:
+        """Block until everything due is written, at most `timeout` seconds, trying again what was dropped and is still
+        in host memory. Returns how many blocks are not written. Not for the engine's step."""
+        deadline = self._clock.now() + timeout
+        tried: set[Key] = set()
+        while True:
+            again = self._enqueue_dropped(tried)
+            self._start_jobs()
+            left = deadline - self._clock.now()
+            with self._changed:
+                done = self._closed or not (self._queue or self._num_jobs or again)
+                if not done and left > 0 and (self._queue or self._num_jobs):
+                    self._changed.wait(min(left, 0.1))
+            if done or left <= 0:
+                return self.ledger.snapshot().pending + len(self._dropped)
+
+    def _enqueue_dropped(self, tried: set[Key]) -> int:
+        """Once the queue is empty, try again what found no room, and of the rest what was not tried yet. How many were
+        queued."""
+        with self._changed:
+            if self._queue or self._num_jobs:
+                return 0
+            again = [
+                (key, dropped.parent)
+                for key, dropped in self._dropped.items()
+                if dropped.reason in NO_ROOM or key not in tried
+            ]
+        num_queued = 0
+        for start in range(0, len(again), ENQUEUED_AT_ONCE):
+            if self._queued_bytes >= self._max_bytes:
+                break
+            blocks = again[start : start + ENQUEUED_AT_ONCE]
+            tried.update(key for key, _ in blocks)
+            self.ledger.add_due(len(blocks))
+            num_queued += self._enqueue(blocks)
+        return num_queued
+
+    def close(self) -> None:
+        """Drop what is queued. The executor was closed first; blocks that a stuck thread writes stay leased."""
+        self._unsubscribe()
+        with self._changed:
+            self._closed = True
+            left = list(self._queue)
+            self._queue.clear()
+            self._queued_bytes -= sum(block.nbytes for block in left)
+            stuck = self._num_running
+        self.ledger.add_dropped(DropReason.CLOSED, len(left))
+        for block in left:
+            block.lease.release()
+        if not stuck:
+            self._owner.close()
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when the ledger or the bytes of the queue are wrong."""
+        self.ledger.check_integrity()
+        with self._changed:
+            queued = sum(block.nbytes for block in self._queue)
+            if queued > self._queued_bytes or (not self._num_jobs and queued != self._queued_bytes):
+                raise IntegrityError(f"write-behind: {self._queued_bytes} bytes counted, {queued} queued")
+
+    # ---- inside --------------------------------------------------------------------------------------------------
+
+    def _count_uses(self, blocks: Sequence[tuple[Key, Key | None]], *, is_new: bool) -> list[tuple[Key, Key | None]]:
+        """Count one use of each; those that are due by it.
+
+        is_new: they just came to host memory, not from this tier. Such a block is due at every use from the one that
+        makes it due on, for the tier may have given it up since; another only at that one, or when it was dropped.
+        """
+        with self._changed:
+            due: list[tuple[Key, Key | None]] = []
+            for block in reversed(blocks):  # so that the prefix is remembered longest
+                key = block[0]
+                uses = self._uses[key] = self._uses.pop(key, 0) + 1
+                if uses == self._min_uses or (is_new and uses > self._min_uses) or key in self._dropped:
+                    due.append(block)
+            while len(self._uses) > MAX_NOTED:
+                self._uses.popitem(last=False)
+        return due[::-1]
+
+    def _note_held(self, keys: Sequence[Key]) -> None:
+        """The tier holds them, whatever was dropped: no use makes them due, unless they come from elsewhere."""
+        with self._changed:
+            for key in keys:
+                self._dropped.pop(key, None)
+                if self._min_uses > 1:
+                    self._uses[key] = max(self._min_uses, self._uses.pop(key, 0))
+            while len(self._uses) > MAX_NOTED:
+                self._uses.popitem(last=False)
+
+    def _make_due(self, blocks: Sequence[tuple[Key, Key | None]]) -> None:
+        """Lease and queue; what finds no room, or is not in host memory any more, is dropped."""
+        self.ledger.add_due(len(blocks))
+        for start in range(0, len(blocks), ENQUEUED_AT_ONCE):
+            self._enqueue(blocks[start : start + ENQUEUED_AT_ONCE])
+        self._start_jobs()  # also when nothing was queued: the executor may have refused the last time
+
+    def _enqueue(self, blocks: Sequence[tuple[Key, Key | None]]) -> int:
+        """How many were queued."""
+        wanted: list[tuple[Key, Key | None]] = []
+        for (key, parent), reason in zip(blocks, self._why_not(blocks), strict=True):
+            if reason is None:
+                wanted.append((key, parent))
+            else:
+                self._drop(key, parent, reason)
+        if not wanted:
+            return 0
+        try:
+            held = self._host.lease_blocks([split_key(key) for key, _ in wanted], self._owner)
+        except ClosedError:
+            held = [None] * len(wanted)
+        found = [_Pending(*block, *lease) for block, lease in zip(wanted, held, strict=True) if lease is not None]
+        self.ledger.add_dropped(DropReason.EVICTED, len(wanted) - len(found))
+        with self._changed:
+            if not self._closed:
+                self._queue.extend(found)
+                self._queued_bytes += sum(block.nbytes for block in found)
+                return len(found)
+        self.ledger.add_dropped(DropReason.CLOSED, len(found))
+        for block in found:
+            block.lease.release()
+        return 0
+
+    def _why_not(self, blocks: Sequence[tuple[Key, Key | None]]) -> list[DropReason | None]:
+        """Why each block cannot be queued; None for one that can."""
+        with self._changed:
+            is_full = self._queued_bytes >= self._max_bytes
+            reasons: list[DropReason | None] = []
+            gone: set[Key] = set()
+            for key, parent in blocks:
+                self._dropped.pop(key, None)
+                is_orphan = parent is not None and (parent in gone or parent in self._dropped)
+                reasons.append(DropReason.ORPHAN if is_orphan else DropReason.BACKLOG if is_full else None)
+                if reasons[-1] is not None:
+                    gone.add(key)
+        return reasons
+
+    def _drop(self, key: Key, parent: Key | None, reason: DropReason) -> None:
+        """Count it; remember it if it can be written later."""
+        self.ledger.add_dropped(reason, 1)
+        if reason in (DropReason.ALREADY_STORED, DropReason.EVICTED, DropReason.CLOSED):
+            return
+        with self._changed:
+            self._dropped[key] = _Dropped(parent, reason)
+            while len(self._dropped) > MAX_NOTED:
+                self._dropped.popitem(last=False)
+
+    def _start_jobs(self) -> None:
+        while True:
+            with self._changed:
+                wanted = self._num_jobs < self._max_jobs and len(self._queue) > 0
+                self._num_jobs += wanted
+            if not wanted:
+                return
+            if not self._executor.try_submit(self._run, urgent=False):
+                with self._changed:
+                    self._num_jobs -= 1
+                    self._changed.notify_all()
+                return  # what is queued waits for the next offer, or for a job that runs
+
+    def _run(self) -> None:
+        """One job, on a thread of the tier: may block for as long as the device does."""
+        batch = self._take()
+        try:
+            if batch:
+                self._write(batch)
+        finally:
+            with self._changed:
+                self._queued_bytes -= sum(block.nbytes for block in batch)
+                self._num_jobs -= 1
+                self._num_running -= 1
+                self._changed.notify_all()
+            self._start_jobs()
+
+    def _take(self) -> list[_Pending]:
+        batch: list[_Pending] = []
+        nbytes = 0
+        with self._changed:
+            while self._queue and (not batch or nbytes + self._queue[0].nbytes <= WRITE_BYTES):
+                batch.append(self._queue.popleft())
+                nbytes += batch[-1].nbytes
+            self._num_running += 1
+        return batch
+
+    def _write(self, batch: Sequence[_Pending]) -> None:
+        try:
+            requests = [WriteRequest(block.key, block.parent, block.lease.view[: block.nbytes]) for block in batch]
+            outcomes = self._tier.write(requests)
+            if len(outcomes) != len(batch):
+                raise IntegrityError(f"{len(outcomes)} outcomes for {len(batch)} blocks")
+        except BaseException:
+            logger.exception("writing %d blocks to the %s tier failed", len(batch), self._tier.name)
+            outcomes = [WriteOutcome.ERROR] * len(batch)
+        written: list[Key] = []
+        for block, outcome in zip(batch, outcomes, strict=True):
+            block.lease.release()
+            if outcome is WriteOutcome.STORED:
+                self.ledger.add_stored(1)
+            else:
+                self._drop(block.key, block.parent, OUTCOME_TO_REASON.get(outcome, DropReason.TIER_ERROR))
+            if outcome in (WriteOutcome.STORED, WriteOutcome.ALREADY_STORED):
+                written.append(block.key)
+        self._note_held(written)
