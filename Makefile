@@ -1,6 +1,6 @@
 # Every target makes .venv once and reuses it; a change of pyproject.toml installs again.
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check pytest bench bugs
+.PHONY: help venv demo test check pytest soak bench bugs
 
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$python && break; done)
@@ -9,12 +9,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # One thread: small matrices gain nothing from more, and sums come out in one order.
 ONE_THREAD := OMP_NUM_THREADS=1
+SOAK_SECONDS := 240
 
 help:
-	@echo 'make demo   chat sessions on a real model, their KV stored in host memory and restored'
+	@echo 'make demo   chat sessions on a real model, their KV stored in host memory and on disk, and restored'
 	@echo 'make test   everything that must pass: check, then the tests'
 	@echo 'make check  ruff, mypy, import-linter'
-	@echo 'make bench  what storing, restoring and looking up cost, against memcpy and SHA-256'
+	@echo 'make soak   faults, kills and random traffic for $(SOAK_SECONDS) s a test, half an hour at most'
+	@echo 'make bench  what storing, restoring and looking up cost, against memcpy, the bare device and SHA-256'
 	@echo 'make bugs   the public bug reports kvtier learns from, each with its tests'
 
 $(STAMP): pyproject.toml
@@ -42,9 +44,16 @@ test: check pytest
 pytest: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python -m pytest
 
+soak: $(STAMP)
+	$(ONE_THREAD) timeout 1800 $(BIN)/python -m pytest -m soak --soak-seconds $(SOAK_SECONDS) --timeout 900
+
 bench: $(STAMP)
 	$(BIN)/kvtier bench tiers --tier host --shape llama8b
 	$(BIN)/kvtier bench tiers --tier host --shape smollm2
+	$(BIN)/kvtier bench tiers --tier disk --shape llama8b
+	$(BIN)/kvtier bench tiers --tier disk --shape smollm2
+	$(BIN)/kvtier bench codecs
+	$(BIN)/kvtier bench faults --tier disk
 	$(BIN)/kvtier bench lookup
 
 bugs: $(STAMP)

@@ -69,7 +69,7 @@ class LowerTier:
         executor: Executor | None = None,
     ) -> None:
         self.name = disk.name
-        self._num_threads = settings.threads
+        self._num_threads = settings.threads + 1  # the executor keeps one for reads
         self._disk = disk
         self._meter = MeteredTier(disk, clock)
         self._guard = GuardedTier(
@@ -79,7 +79,7 @@ class LowerTier:
         if settings.max_write_rate != "off":
             self.tier = ThrottledTier(self._guard, settings.max_write_rate, clock)
         if executor is None:
-            executor = ThreadExecutor(f"kvtier-{self.name}", MAX_QUEUED_JOBS, num_threads=settings.threads)
+            executor = ThreadExecutor(f"kvtier-{self.name}", MAX_QUEUED_JOBS, num_threads=self._num_threads)
         self.executor: Executor = executor
         self.write_behind = WriteBehind(
             host,
@@ -110,7 +110,9 @@ class LowerTier:
         """A prompt uses these blocks, whichever tier served them; `parent` comes before the first. Quick."""
         self.write_behind.note_use(namespace, digests, parent)
         if digests:
-            self.executor.try_submit(lambda: self._touch(namespace, digests), urgent=False)  # forgotten where it is busy
+            self.executor.try_submit(
+                lambda: self._touch(namespace, digests), urgent=False
+            )  # forgotten where it is busy
 
     def _touch(self, namespace: bytes, digests: Sequence[BlockDigest]) -> None:
         self.tier.touch([make_key(namespace, digest) for digest in digests])

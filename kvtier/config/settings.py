@@ -144,7 +144,7 @@ class DiskSettings(_Subsystem):
     min_free: Annotated[int, BeforeValidator(parse_size)] = 1 << 30
     """Bytes that stay free on each file system."""
     threads: Annotated[int, Field(ge=1, le=64)] = 4
-    """Reads and writes under way at once."""
+    """Writes under way at once; one read more."""
     codec: Literal["raw", "lz4", "shuffle_lz4"] = "raw"
     """How blocks are compressed."""
     min_uses: Annotated[int, Field(ge=1, le=1000)] = 1

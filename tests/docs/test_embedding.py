@@ -23,7 +23,7 @@ def test_the_engine_restores_what_it_computed(
     code: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "toy.py"
-    script.write_text("\n".join(code).replace("engine.kv.close()", ""))
+    script.write_text("\n".join(code[:2]).replace("engine.kv.close()", ""))
     scope: dict[str, Any] = runpy.run_path(str(script))
     engine = scope["engine"]
     try:
@@ -39,6 +39,16 @@ def test_the_engine_restores_what_it_computed(
         engine.kv.scheduler.check_integrity()
     finally:
         engine.kv.close()
+
+
+def test_the_next_engine_restores_from_disk(
+    code: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "toy.py"
+    script.write_text("\n".join(code))
+    scope: dict[str, Any] = runpy.run_path(str(script))
+    assert capsys.readouterr().out.splitlines()[-1] == "(0, 6) {'disk': 6}"
+    assert not Path(scope["directory"]).exists()
 
 
 def test_the_engine_is_short(code: list[str]) -> None:

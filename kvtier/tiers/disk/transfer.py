@@ -21,7 +21,7 @@ from kvtier.tiers.disk.segment import Segment, SegmentRow
 
 __all__ = ["Incoming", "Outgoing", "copy_of", "groups", "read_run", "runs", "write_run"]
 
-TRANSFER_BYTES = 8 << 20  # of frames, by one system call; a longer frame goes alone
+TRANSFER_BYTES = 9 << 20  # of frames, by one system call: a job of 8 MiB of blocks; a longer frame goes alone
 MAX_FRAMES = MAX_VECTORS // 3  # a header page, a body, a tail page
 RAW = int(Codec.RAW)
 
