@@ -38,9 +38,17 @@ OUTCOME_TO_REASON = {
 }
 
 
-class _Dropped(NamedTuple):
-    parent: Key | None
-    reason: DropReason
+# A block that was dropped is remembered as bytes, its reason's place in this list and its parent's key: the collector
+# would walk 65,000 objects at every full collection, on the engine's thread.
+_REASONS = list(DropReason)
+
+
+def _pack_dropped(reason: DropReason, parent: Key | None) -> bytes:
+    return bytes([_REASONS.index(reason)]) + (parent or b"")
+
+
+def _unpack_dropped(packed: bytes) -> tuple[DropReason, Key | None]:
+    return _REASONS[packed[0]], Key(packed[1:]) if len(packed) > 1 else None
 
 
 class _Pending(NamedTuple):
@@ -90,7 +98,7 @@ class WriteBehind:
         self._queued_bytes = 0
         self._num_jobs = 0
         self._num_running = 0
-        self._dropped: OrderedDict[Key, _Dropped] = OrderedDict()
+        self._dropped: OrderedDict[Key, bytes] = OrderedDict()
         self._uses: OrderedDict[Key, int] = OrderedDict()
         self._closed = False
         self.ledger = Ledger()
@@ -148,11 +156,8 @@ class WriteBehind:
         with self._changed:
             if self._queue or self._num_jobs:
                 return 0
-            again = [
-                (key, dropped.parent)
-                for key, dropped in self._dropped.items()
-                if dropped.reason in NO_ROOM or key not in tried
-            ]
+            known = [(key, *_unpack_dropped(packed)) for key, packed in self._dropped.items()]
+        again = [(key, parent) for key, reason, parent in known if reason in NO_ROOM or key not in tried]
         num_queued = 0
         for start in range(0, len(again), ENQUEUED_AT_ONCE):
             if self._queued_bytes >= self._max_bytes:
@@ -268,7 +273,7 @@ class WriteBehind:
         if reason in (DropReason.ALREADY_STORED, DropReason.EVICTED, DropReason.CLOSED):
             return
         with self._changed:
-            self._dropped[key] = _Dropped(parent, reason)
+            self._dropped[key] = _pack_dropped(reason, parent)
             while len(self._dropped) > MAX_NOTED:
                 self._dropped.popitem(last=False)
 

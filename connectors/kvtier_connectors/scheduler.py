@@ -339,13 +339,12 @@ class KVTierScheduler(ConnectorScheduler):
             self._counts["readmissions"] += 1
             return
         request.admitted = True
+        if request.info.options.restore:
+            num_asked = max(num_landing, min(max_blocks, len(request.info.digests) - num_local_blocks))
+            miss = self._why_missing(request, num_local_blocks, num_landing, max_blocks)
+            staged = request.arrival.stage.arrived if request.arrival is not None else None
+            self._space.count_lookup(num_asked, num_landing, miss, staged)
         self._space.note_use(request.info.digests[: num_local_blocks + num_landing], None)
-        if not request.info.options.restore:
-            return
-        num_asked = max(num_landing, min(max_blocks, len(request.info.digests) - num_local_blocks))
-        miss = self._why_missing(request, num_local_blocks, num_landing, max_blocks)
-        staged = request.arrival.stage.arrived if request.arrival is not None else None
-        self._space.count_lookup(num_asked, num_landing, miss, staged)
 
     def _why_missing(self, request: _Request, num_local_blocks: int, num_landing: int, max_blocks: int) -> MissReason:
         """Why the first block that is not restored is not."""

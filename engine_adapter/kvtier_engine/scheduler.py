@@ -44,8 +44,8 @@ class Scheduled:
 class Scheduler:
     """Owns the queues and every request's state; decides, and leaves copying and computing to others.
 
-    A step is six phases in a fixed order: events, restores, feasibility, turn, escape, verdict. FCFS. Decodes come before
-    prefill chunks, running requests before new ones; the youngest is preempted for a decode that finds no block.
+    A step is six phases in a fixed order: events, restores, feasibility, turn, escape, verdict. FCFS. Decodes come
+    before prefill chunks, running requests before new ones; the youngest is preempted for a decode that finds no block.
 
     A request whose blocks are still on their way from a lower tier keeps its place among the waiting; others pass it.
 

@@ -39,10 +39,11 @@ class GuardedTier(TierWrapper):
     """Reads and writes go through the breaker; where it refuses, every block is REFUSED and the tier is not touched.
 
     What counts as a failure of the device: an exception, any block that ended in ERROR, and a call that took longer
-    than `timeout_s`. Anything else is an answer, a miss and a full tier too. A call that is still under way after
-    `timeout_s` is found when someone looks (`is_available`, `num_overdue` or another call) and opens the breaker at
-    once; nothing can end it, so its thread stays away until the device lets it go. When it comes back well after all,
-    the breaker asks the device soon.
+    than `timeout_s`. Anything else is an answer, a miss and a full tier too, but for a write of blocks that were all
+    stored before: a tier knows that by heart, and a hung device would pass its probe by it. A call that is still under
+    way after `timeout_s` is found when someone looks (`is_available`, `num_overdue` or another call) and opens the
+    breaker at once; nothing can end it, so its thread stays away until the device lets it go. When it comes back well
+    after all, the breaker asks the device soon.
 
     Raises ClosedError and ForkedError of the tier, which are no sickness, and nothing else from reads, writes and
     `contains`. Adds no waiting of its own: whatever blocks is the tier.
@@ -122,7 +123,7 @@ class GuardedTier(TierWrapper):
             self._count(error, verb)
             outcomes = [failed] * len(requests)
         finally:
-            self._end(number, call, well=None if outcomes is None else failed not in outcomes)
+            self._end(number, call, well=None if outcomes is None else _verdict(outcomes, failed))
         return outcomes
 
     # ---- calls under way -----------------------------------------------------------------------------------------
@@ -135,7 +136,7 @@ class GuardedTier(TierWrapper):
         return number, call
 
     def _end(self, number: int, call: _Call, *, well: bool | None) -> None:
-        """well: None where an exception passes that says nothing of the device."""
+        """well: None where nothing was learnt of the device."""
         with self._lock:
             del self._calls[number]
             in_time = self._clock.now() - call.start <= self._timeout_s
@@ -178,3 +179,10 @@ class GuardedTier(TierWrapper):
                 self.name,
                 exc_info=error,
             )
+
+
+def _verdict(outcomes: Sequence[_Outcome], failed: _Outcome) -> bool | None:
+    """Whether the device did well; None when nothing was learnt of it."""
+    if failed in outcomes:
+        return False
+    return None if all(outcome is WriteOutcome.ALREADY_STORED for outcome in outcomes) else True

@@ -14,6 +14,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -30,19 +31,32 @@ from kvtier.tickets import Ticket
 from kvtier.tiers.reservation import Reservation
 from kvtier_connectors.contract import CopyFailure, CopyResult, KVOptions, RequestInfo, StepDemand
 from kvtier_engine.request import FinishReason
+from kvtier_engine.testing.disk import disk_rigs
 from kvtier_engine.testing.rig import ENOUGH_MEMORY, ConnectorRig, EngineRig
 
 OpenEngine = Callable[..., EngineRig]
 
 ERRORS = [OSError, ValueError, KeyError, MemoryError, TimeoutError, asyncio.CancelledError]
-CALLS = ["lookup", "holds", "lease", "reserve", "commit", "abort", "owner", "count_lookup"]
+CALLS = [
+    "lookup",
+    "holds",
+    "lease",
+    "reserve",
+    "commit",
+    "abort",
+    "owner",
+    "count_lookup",
+    "stage",
+    "note_use",
+    "reaches",
+]
 
 
 class Faults:
     """Says which call of the store fails."""
 
     def __init__(self) -> None:
-        self.calls: dict[str, int] = dict.fromkeys(CALLS, 0)
+        self.calls: dict[str, int] = dict.fromkeys([*CALLS, "count_fallback"], 0)
         self.raised = 0
         self._name = ""
         self._error: type[BaseException] = OSError
@@ -51,7 +65,7 @@ class Faults:
     def set(self, name: str, error: type[BaseException], only: int | None = None) -> None:
         """Let every call of `name`, or only the one counted `only`, raise."""
         self._name, self._error, self._only = name, error, only
-        self.calls = dict.fromkeys(CALLS, 0)
+        self.calls = dict.fromkeys([*CALLS, "count_fallback"], 0)
 
     def clear(self) -> None:
         self._name = ""
@@ -206,6 +220,36 @@ def test_a_store_that_raises_once_at_each_call_in_turn(open_engine: OpenEngine, 
             break
         assert number < 200
     assert number >= 2 or name == "abort"
+
+
+@pytest.mark.bug("CR12")
+@pytest.mark.parametrize("name", [*CALLS, "count_fallback"])
+def test_a_store_with_a_disk_that_raises_costs_hits_and_nothing_else(tmp_path: Path, name: str) -> None:
+    with disk_rigs(tmp_path / "disk") as open_disk:
+        first = open_disk()
+        first.generate(prompt(17))
+        first.close()
+        rig = open_disk(restore__max_staging=128)
+        assert rig.engine.connector is not None
+        space = rig.engine.connector.space
+        space.__class__ = FaultySpace
+        assert isinstance(space, FaultySpace)
+        space.faults = Faults()
+        space.faults.set(name, OSError)
+        rig.add("first", prompt(17), 2)
+        rig.disk_jobs.run_next()
+        rig.clock.advance(5.0)
+        story(rig)
+        assert space.faults.raised > 0 or name == "abort"
+        assert rig.opened.stats().errors.get("OSError", 0) == space.faults.raised
+        assert not any(output.error for output in rig.finished.values())
+        space.faults.clear()
+        rig.run()
+        rig.verify_quiet()
+        before = rig.stats.landed_blocks
+        story(rig, offset=5000)
+        assert rig.stats.landed_blocks > before
+        rig.verify_quiet()
 
 
 @pytest.mark.bug("CR12")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.metrics import LedgerSnapshot, StatsCollector
 from kvtier.reasons import DropReason
 from kvtier_connectors.scheduler import ConnectorStats
+from kvtier_engine.testing.disk import disk_rigs
 
 
 def test_the_ledger_is_exported_by_reason() -> None:
@@ -52,3 +55,20 @@ def test_two_engines_share_a_registry_by_labels() -> None:
     assert 'kvtier_due_total{engine="0"} 1.0' in text
     assert 'kvtier_due_total{engine="1"} 1.0' in text
     assert 'kvtier_dropped_total{engine="1",reason="orphan"} 2.0' in text
+
+
+def test_a_store_and_its_connector_share_a_registry_without_a_name_twice(tmp_path: Path) -> None:
+    with disk_rigs(tmp_path / "disk") as open_disk:
+        rig = open_disk()
+        rig.generate(list(range(17)))
+        assert rig.flush() == 0
+        assert rig.engine.connector is not None
+        registry = CollectorRegistry()
+        registry.register(StatsCollector(rig.opened.stats))
+        registry.register(StatsCollector(rig.engine.connector.scheduler.stats))
+        families = list(text_string_to_metric_families(generate_latest(registry).decode()))
+        names = [family.name for family in families]
+        assert len(set(names)) == len(names)
+        assert {"kvtier_ledger_stored", "kvtier_disk_ledger_stored", "kvtier_disk_available"} <= set(names)
+        samples = {sample.name: sample.value for family in families for sample in family.samples if not sample.labels}
+        assert samples["kvtier_disk_ledger_stored_total"] == samples["kvtier_ledger_stored_total"] == 4

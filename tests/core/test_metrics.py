@@ -7,19 +7,22 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvtier.config import HostSettings, MemorySnapshot, Settings
+from kvtier.config import HostSettings, MemorySnapshot, Settings, load_settings
 from kvtier.errors import IntegrityError
 from kvtier.keys import Extras, Namespace, Shard, digest_tokens
 from kvtier.layout import KVLayout
 from kvtier.memory import PAGE_BYTES
-from kvtier.metrics import GAUGES, LABELS, Ledger, LedgerSnapshot, StatsCollector, StatsSnapshot
+from kvtier.metrics import GAUGES, LABELS, WORDS, DiskStats, Ledger, LedgerSnapshot, StatsCollector, StatsSnapshot
 from kvtier.reasons import DropReason, MissReason
 from kvtier.store import Space, Store
+from kvtier.testing import FakeClock, ManualExecutor
+from kvtier.testing.files import Fault, FaultyFiles
 from kvtier.tiers.reservation import Reservation
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=256, dtype="float16", block_tokens=4)
@@ -214,6 +217,105 @@ def test_prometheus_text_has_every_field_once_and_nothing_negative(store: Store,
     assert 'kvtier_misses_total{reason="evicted"} 4.0' in text
 
 
+def disk_store(path: Path, **overrides: object) -> Store:
+    sizes = {"host.size": 16 * PAGE_BYTES, "host.slab": PAGE_BYTES, "disk.path": [str(path)]}
+    settings = load_settings(env={}, overrides=sizes | {"disk.size": "4MiB", "disk.min_free": 1})
+    return Store(settings, memory=MemorySnapshot(1 << 34, 1 << 34), touch=False, clock=FakeClock(), **overrides)  # type: ignore[arg-type]
+
+
+def scrape(store: Store) -> dict[str, Metric]:
+    """The families by name; each name once."""
+    registry = CollectorRegistry()
+    registry.register(StatsCollector(store.stats))
+    families = list(text_string_to_metric_families(generate_latest(registry).decode()))
+    assert len({family.name for family in families}) == len(families)
+    return {family.name: family for family in families}
+
+
+def test_prometheus_text_has_every_field_of_the_disk_too(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    jobs = ManualExecutor()
+    with disk_store(tmp_path / "disk", disk_files=files, disk_executor=jobs) as store:
+        space = store.open_space(Namespace("m", "r", LAYOUT, "g", Shard(0, 1)))
+        for first in range(0, 8, 4):
+            put(space, first)
+        jobs.run_all()
+        files.inject(Fault.FULL_ON_WRITE)
+        put(space, 400)
+        jobs.run_all()
+        put(space, 500)
+        families, stats = scrape(store), store.stats()
+        assert stats.disk is not None
+        assert stats.disk.read_only != {}
+        expected = {f"kvtier_{f.name}": getattr(stats, f.name) for f in dataclasses.fields(stats) if f.name != "disk"}
+        expected |= {
+            f"kvtier_disk_{f.name}": getattr(stats.disk, f.name)
+            for f in dataclasses.fields(stats.disk)
+            if f.name != "ledger"
+        }
+        ledger = stats.disk.ledger
+        expected |= {f"kvtier_disk_ledger_{f.name}": getattr(ledger, f.name) for f in dataclasses.fields(ledger)}
+        assert families.keys() == expected.keys()
+        for name, family in families.items():
+            field = name.removeprefix("kvtier_").removeprefix("disk_").removeprefix("ledger_")
+            assert family.type == ("gauge" if field in GAUGES else "counter"), name
+            assert all(sample.value >= 0 for sample in family.samples), name
+            samples = {tuple(sample.labels.values()): sample.value for sample in family.samples}
+            if field in WORDS:
+                assert samples == dict.fromkeys(expected[name].items(), 1), name
+                assert {tuple(s.labels) for s in family.samples} == {(LABELS[field], WORDS[field])}, name
+            elif field in LABELS:
+                assert samples == {(str(key),): value for key, value in expected[name].items()}, name
+                assert {tuple(s.labels) for s in family.samples} <= {(LABELS[field],)}, name
+            else:
+                assert samples == {(): expected[name]}, name
+        assert families["kvtier_disk_modes"].samples[0].labels["directory"] == str(tmp_path / "disk")
+        files.heal()
+
+
+def test_counters_never_fall_whatever_happens(tmp_path: Path) -> None:
+    jobs, files = ManualExecutor(), FaultyFiles(seed=3)
+    with disk_store(tmp_path / "disk", disk_files=files, disk_executor=jobs) as store:
+        space = store.open_space(Namespace("m", "r", LAYOUT, "g", Shard(0, 1)))
+        files.inject(Fault.WRITE_ERROR, probability=0.2)
+        files.inject(Fault.READ_ERROR, probability=0.2)
+        before: dict[tuple[str, ...], float] = {}
+        for turn in range(60):
+            put(space, turn)
+            jobs.run_all()
+            digests = digest_tokens(range(turn // 2, turn // 2 + 4), 4, Extras(None, None, ()))
+            stage = space.stage("r", digests, None, 1.0)
+            jobs.run_all()
+            if stage is not None:
+                stage.close()
+            space.count_lookup(2, turn % 3, MissReason.TIMEOUT, {"disk": turn % 2})
+            now = {
+                (sample.name, *sample.labels.values()): sample.value
+                for family in scrape(store).values()
+                if family.type == "counter"
+                for sample in family.samples
+                if sample.name.endswith("_total")
+            }
+            assert all(now[key] >= value for key, value in before.items())
+            before = now
+        assert store.stats().staged_blocks > 0
+        files.heal()
+
+
+@pytest.mark.bug("AC12")
+def test_hits_are_counted_once_by_the_tier_that_had_them(store: Store, space: Space) -> None:
+    space.count_lookup(6, 5, MissReason.TIMEOUT, {"disk": 3})
+    assert store.stats().hits == {"disk": 3, "host": 2}
+    space.count_lookup(6, 2, MissReason.LAND_FAILED, {"disk": 6})
+    space.count_lookup(6, 0, MissReason.TIMEOUT, {"disk": 0})
+    stats = store.stats()
+    assert stats.hits == {"disk": 5, "host": 2}
+    assert sum(stats.hits.values()) == stats.hit_blocks
+    assert stats.hit_blocks + sum(stats.misses.values()) == stats.asked_blocks
+    space.count_fallback(MissReason.TIMEOUT)
+    assert store.stats().fallbacks == {"timeout": 1}
+
+
 def test_a_scrape_takes_one_snapshot(store: Store) -> None:
     taken: list[StatsSnapshot] = []
 
@@ -231,7 +333,7 @@ def test_a_scrape_takes_one_snapshot(store: Store) -> None:
 def test_every_field_says_what_it_counts() -> None:
     import inspect
 
-    for kind in (StatsSnapshot, LedgerSnapshot):
+    for kind in (StatsSnapshot, LedgerSnapshot, DiskStats):
         body = inspect.getsource(kind)
         for field in dataclasses.fields(kind):
             declaration = body.index(f"    {field.name}: ")

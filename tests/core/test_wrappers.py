@@ -205,7 +205,7 @@ def test_any_answer_to_a_read_ends_a_row_of_failures(
     assert breaker.snapshot().failures_in_a_row == 0
 
 
-@pytest.mark.parametrize("outcome", [o for o in WriteOutcome if o not in (WriteOutcome.ERROR, WriteOutcome.REFUSED)])
+@pytest.mark.parametrize("outcome", [WriteOutcome.STORED, WriteOutcome.FULL])
 def test_any_answer_to_a_write_ends_a_row_of_failures(
     guarded: GuardedTier, inner: ScriptedTier, breaker: Breaker, outcome: WriteOutcome
 ) -> None:
@@ -214,6 +214,21 @@ def test_any_answer_to_a_write_ends_a_row_of_failures(
     assert breaker.snapshot().failures_in_a_row == 1
     assert guarded.write(writes(1, 2)) == [outcome] * 2
     assert breaker.snapshot().failures_in_a_row == 0
+
+
+def test_blocks_that_were_stored_before_say_nothing_of_the_device(
+    guarded: GuardedTier, inner: ScriptedTier, breaker: Breaker, clock: FakeClock
+) -> None:
+    inner.script = [*[WriteOutcome.ERROR] * 3, WriteOutcome.ALREADY_STORED]
+    for _ in range(3):
+        guarded.write(writes(1))
+    clock.advance(60.0)
+    assert guarded.write(writes(1, 2)) == [WriteOutcome.ALREADY_STORED] * 2
+    assert breaker.snapshot().state is not BreakerState.CLOSED
+    assert guarded.is_available, "the next call is as good a probe"
+    inner.script = [WriteOutcome.STORED]
+    guarded.write(writes(3))
+    assert breaker.snapshot().state is BreakerState.CLOSED
 
 
 def test_one_error_in_a_batch_is_a_failure(clock: FakeClock, breaker: Breaker) -> None:

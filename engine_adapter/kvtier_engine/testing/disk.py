@@ -15,10 +15,12 @@ from kvtier.metrics import DiskStats
 from kvtier.store import Store
 from kvtier.testing import FakeClock, ManualExecutor
 from kvtier.testing.files import FaultyFiles
+from kvtier.tiers.base import ReadOutcome, ReadRequest, Tier, WriteOutcome, WriteRequest
 from kvtier.tiers.disk import Files
+from kvtier.tiers.wrapper import TierWrapper
 from kvtier_engine.testing.rig import ENOUGH_MEMORY, EngineRig
 
-__all__ = ["DiskRig", "StallingFiles", "SteppedExecutor", "disk_rigs"]
+__all__ = ["DiskRig", "StallingTier", "SteppedExecutor", "disk_rigs"]
 
 BOUND_S = 30.0
 
@@ -107,20 +109,25 @@ class SteppedExecutor(ManualExecutor):
             self._parked.append(parked)
 
 
-class StallingFiles(FaultyFiles):
-    """Faulty files whose reads and writes stand at an executor's gate while that is shut."""
+class StallingTier(TierWrapper):
+    """A tier whose calls stand at an executor's gate while that is shut, before the tier within has begun: it holds no
+    lock of that tier's meanwhile, which a device that stalls might."""
 
-    def __init__(self, executor: SteppedExecutor, seed: int = 0) -> None:
-        super().__init__(seed)
+    def __init__(self, tier: Tier, executor: SteppedExecutor) -> None:
+        super().__init__(tier)
         self._executor = executor
 
-    def preadv(self, fd: int, vectors: Sequence[memoryview], offset: int) -> int:
+    def read(self, requests: Sequence[ReadRequest]) -> list[ReadOutcome]:
         self._executor.stall()
-        return super().preadv(fd, vectors, offset)
+        return super().read(requests)
 
-    def pwritev(self, fd: int, vectors: Sequence[memoryview], offset: int) -> int:
+    def write(self, requests: Sequence[WriteRequest]) -> list[WriteOutcome]:
         self._executor.stall()
-        return super().pwritev(fd, vectors, offset)
+        return super().write(requests)
+
+    def start_epoch(self, epoch: int) -> None:
+        self._executor.stall()
+        super().start_epoch(epoch)
 
 
 class DiskRig(EngineRig):
@@ -147,11 +154,16 @@ class DiskRig(EngineRig):
     ) -> None:
         """disk_executor, files: instead of those under control."""
         self.clock = clock or FakeClock()
-        self.disk_jobs = SteppedExecutor(num_threads)
-        self.files = StallingFiles(self.disk_jobs, seed)
+        self.disk_jobs = SteppedExecutor(num_threads + 1)  # as the store's own has
+        self.files = FaultyFiles(seed)
         self._disk_executor = disk_executor or self.disk_jobs
         self._disk_files = files or self.files
-        settings = {"disk__path": [str(path)], "disk__size": "4MiB", "disk__min_free": 1, "disk__threads": num_threads}
+        settings: dict[str, Any] = {
+            "disk__path": [str(path)],
+            "disk__size": "4MiB",
+            "disk__min_free": 1,
+            "disk__threads": num_threads,
+        }
         copies = SteppedExecutor()
         super().__init__(
             num_blocks,
@@ -162,6 +174,7 @@ class DiskRig(EngineRig):
             **(settings | {"executor": copies} | kwargs),
         )
         self.copies = copies
+        self.put_between(lambda tier: tier)
 
     def _make_store(self, settings: Settings) -> Store:
         return Store(
@@ -172,6 +185,11 @@ class DiskRig(EngineRig):
             disk_executor=self._disk_executor,
             disk_files=self._disk_files,
         )
+
+    def put_between(self, wrap: Callable[[Tier], Tier]) -> None:
+        """Have calls pass a tier between the store's wrappers and the disk, in place of the one before."""
+        lower = self.lower
+        lower._meter._inner = wrap(StallingTier(lower._disk, self.disk_jobs))
 
     @property
     def opened(self) -> Store:
@@ -196,22 +214,22 @@ class DiskRig(EngineRig):
 
     def flush(self, timeout: float = 5.0) -> int:
         """Flush, with jobs that run at once."""
-        self._run_inline(True)
+        self._run_inline()
         try:
             unstored = self.engine.flush(timeout)
         finally:
-            self._run_inline(False)
+            self._run_when_told()
         self.engine.check_integrity()
         return unstored
 
     def reset(self) -> None:
         """Reset, by a device that answers at once."""
         self.disk_jobs.release()
-        self._run_inline(True)
+        self._run_inline()
         try:
             self.engine.reset_cache()
         finally:
-            self._run_inline(False)
+            self._run_when_told()
         self.engine.check_integrity()
 
     def forget_host(self) -> None:
@@ -229,7 +247,7 @@ class DiskRig(EngineRig):
 
     def close(self) -> None:
         self.disk_jobs.release()
-        self._run_inline(True)
+        self._run_inline()
         self.engine.close()
         self.opened.close()
 
@@ -244,10 +262,12 @@ class DiskRig(EngineRig):
     def _run_jobs(self) -> None:
         self.settle()
 
-    def _run_inline(self, inline: bool) -> None:  # noqa: FBT001 - said where it is called
-        self.copies.inline = self.disk_jobs.inline = inline
-        if inline:
-            self.settle()
+    def _run_inline(self) -> None:
+        self.copies.inline = self.disk_jobs.inline = True
+        self.settle()
+
+    def _run_when_told(self) -> None:
+        self.copies.inline = self.disk_jobs.inline = False
 
 
 @contextmanager

@@ -1,0 +1,311 @@
+"""A lower tier as the store runs it: whether it may be asked, and ends of its calls that come late, badly or never."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier import lower as lower_module
+from kvtier.config import DiskSettings, load_settings
+from kvtier.errors import ConfigError, TierError
+from kvtier.executor import ThreadExecutor
+from kvtier.keys import BlockDigest, make_key
+from kvtier.lower import LowerTier, open_disk
+from kvtier.memory import PAGE_BYTES, PoolMemory
+from kvtier.pool import HostPool
+from kvtier.testing import FakeClock, ManualExecutor
+from kvtier.testing.files import Fault, FaultyFiles
+from kvtier.tiers.base import ReadOutcome, ReadRequest, WriteOutcome, WriteRequest
+from kvtier.tiers.host import HostTier
+from kvtier.tiers.reservation import Reservation
+from kvtier.tiers.throttled import ThrottledTier
+
+SPACE = b"s" * 16
+LATE_S = 3.0
+
+
+def name(number: int) -> BlockDigest:
+    return BlockDigest(b"%032d" % number)
+
+
+def content(number: int) -> bytes:
+    return b"%016d" % number * (PAGE_BYTES // 16)
+
+
+class Harness:
+    """A host tier of some pages over a disk tier whose files and clock are under control."""
+
+    def __init__(self, path: Path, num_pages: int = 16, *, threads: bool = False, **settings: Any) -> None:
+        overrides = {"disk.path": [str(path)], "disk.size": "4MiB", "disk.min_free": 1}
+        overrides |= {f"disk.{key}": value for key, value in settings.items()}
+        self.settings: DiskSettings = load_settings(env={}, overrides=overrides).disk
+        self.clock = FakeClock()
+        self.files = FaultyFiles()
+        self.pool = HostPool(PoolMemory(num_pages * PAGE_BYTES, touch=False), PAGE_BYTES)
+        self.host = HostTier(self.pool)
+        self.jobs = ManualExecutor()
+        disk = open_disk(self.settings, self.clock, self.files)
+        executor = None if threads else self.jobs
+        self.lower = LowerTier(disk, self.settings, self.host, self.pool, self.clock, executor)
+        self.owner = self.pool.owner("test")
+
+    def put(self, *numbers: int) -> None:
+        """By an engine."""
+        for number in numbers:
+            reserved = self.host.reserve(SPACE, name(number), None, PAGE_BYTES, self.owner)
+            assert isinstance(reserved, Reservation)
+            reserved.lease.view[:] = content(number)
+            assert self.host.commit([reserved]) == [True]
+
+    def read(self, number: int) -> ReadOutcome:
+        buffer = bytearray(PAGE_BYTES)
+        (outcome,) = self.lower.tier.read([ReadRequest(make_key(SPACE, name(number)), memoryview(buffer))])
+        assert outcome is not ReadOutcome.OK or buffer == content(number)
+        return outcome
+
+    def write(self, number: int) -> WriteOutcome:
+        return self.lower.tier.write([WriteRequest(make_key(SPACE, name(number)), None, memoryview(content(number)))])[
+            0
+        ]
+
+    def close(self) -> None:
+        self.files.heal()
+        self.lower.check_integrity()
+        self.lower.close(5.0)
+        self.host.close()
+        self.pool.close()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Harness]]:
+    with ExitStack() as stack:
+
+        def build(*args: Any, **kwargs: Any) -> Harness:
+            harness = Harness(tmp_path / "disk", *args, **kwargs)
+            stack.callback(harness.close)
+            return harness
+
+        yield build
+
+
+def in_thread(call: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    return thread
+
+
+# ---- the way down ----------------------------------------------------------------------------------------------------
+
+
+def test_what_comes_to_host_memory_is_written_and_found(make: Callable[..., Harness]) -> None:
+    harness = make()
+    harness.put(1, 2, 3)
+    assert harness.lower.stats().queued_bytes == 3 * PAGE_BYTES
+    assert not harness.lower.holds(SPACE, name(1))
+    harness.jobs.run_all()
+    assert harness.lower.flush(0.0) == 0
+    assert [harness.lower.holds(SPACE, name(n)) for n in (1, 2, 3, 4)] == [True, True, True, False]
+    assert harness.read(2) is ReadOutcome.OK
+    stats = harness.lower.stats()
+    assert (stats.blocks, stats.writes, stats.reads) == (3, {"stored": 3}, {"ok": 1})
+    assert (stats.written_bytes, stats.read_bytes) == (3 * PAGE_BYTES, PAGE_BYTES)
+    assert (stats.queued_bytes, stats.ledger.pending, stats.available) == (0, 0, 1)
+    assert stats.used_bytes <= stats.capacity_bytes == 4 << 20
+    assert harness.pool.usage().num_leases == 0
+
+
+def test_little_waits_and_what_found_no_room_is_written_by_a_flush(make: Callable[..., Harness]) -> None:
+    harness = make(16)
+    harness.put(*range(12))
+    assert harness.lower.stats().queued_bytes == 16 * PAGE_BYTES // 4
+    for _ in range(5):
+        harness.jobs.run_all()
+        harness.lower.flush(0.0)
+    assert harness.lower.flush(0.0) == 0
+    assert harness.lower.stats().blocks == 12
+
+
+def test_a_use_is_told_to_the_tier_off_the_engines_thread(make: Callable[..., Harness]) -> None:
+    harness = make()
+    harness.put(1)
+    harness.jobs.run_all()
+    harness.lower.note_use(SPACE, [], None)
+    assert len(harness.jobs) == 0, "nothing to say"
+    harness.lower.note_use(SPACE, [name(1), name(2)], None)
+    assert len(harness.jobs) == 1
+    harness.jobs.run_all()
+    assert harness.lower._disk._catalog._segments[next(iter(harness.lower._disk._catalog._segments))].used
+
+
+@pytest.mark.bug("PF13")
+def test_a_block_is_written_at_the_use_that_is_set(make: Callable[..., Harness]) -> None:
+    harness = make(min_uses=3)
+    harness.put(1, 2)
+    for _ in range(2):
+        harness.jobs.run_all()
+        assert harness.lower.stats().blocks == 0
+        harness.lower.note_use(SPACE, [name(1)], None)
+    harness.jobs.run_all()
+    assert harness.lower.holds(SPACE, name(1))
+    assert not harness.lower.holds(SPACE, name(2))
+    assert harness.lower.flush(0.0) == 0, "the other is not due"
+
+
+def test_a_rate_of_writing_is_kept_and_reads_pass(make: Callable[..., Harness]) -> None:
+    harness = make(max_write_rate=PAGE_BYTES)
+    throttle = harness.lower.tier
+    assert isinstance(throttle, ThrottledTier)
+    waits: list[float] = []
+    throttle._wait = waits.append
+    for number in range(4):
+        assert harness.write(number) is WriteOutcome.STORED
+    assert harness.read(3) is ReadOutcome.OK
+    assert waits == pytest.approx([0.75, 1.75, 2.75])
+
+
+def test_a_store_without_a_rate_has_no_throttle(make: Callable[..., Harness]) -> None:
+    assert not isinstance(make().lower.tier, ThrottledTier)
+
+
+# ---- whether it may be asked -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.bug("HS16")
+def test_after_failures_it_is_left_alone_for_a_while_and_then_probed(make: Callable[..., Harness]) -> None:
+    harness = make()
+    assert harness.write(1) is WriteOutcome.STORED
+    harness.files.inject(Fault.WRITE_ERROR)
+    for number in range(2, 5):
+        harness.clock.advance(10.0)
+        assert harness.write(number) is WriteOutcome.ERROR
+    assert not harness.lower.is_available
+    assert (harness.lower.stats().available, harness.lower.stats().breaker_opened) == (0, 1)
+    assert harness.lower.holds(SPACE, name(1)), "what it has is known all the same"
+    assert harness.read(1) is ReadOutcome.REFUSED
+    assert harness.lower.stats().breaker_refused == 1
+    harness.files.heal()
+    harness.clock.advance(60.0)
+    assert harness.lower.is_available
+    assert harness.read(1) is ReadOutcome.OK
+    assert harness.lower.stats().available == 1
+
+
+@pytest.mark.bug("HS14", "HS16")
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_while_every_thread_is_away_it_is_not_asked_however_long_that_takes(
+    make: Callable[..., Harness], num_threads: int
+) -> None:
+    harness = make(threads=True)
+    harness.lower._num_threads = num_threads
+    assert harness.write(1) is WriteOutcome.STORED
+    harness.files.hold("read")
+    readers = []
+    for number in range(1, num_threads + 1):
+        assert harness.lower.is_available
+        readers.append(in_thread(lambda: harness.read(1)))
+        harness.files.wait_stalled()
+        harness.clock.advance(5.1)  # overdue
+        assert not harness.lower.is_available
+        harness.clock.advance(600.0)  # a probe would be let through, if there were a thread to make it
+        assert harness.lower.is_available == (number < num_threads)
+    for _ in range(50):
+        harness.clock.advance(60.0)
+        assert not harness.lower.is_available
+        assert harness.lower.stats().available == 0
+    assert harness.lower.stats().breaker_opened == 1
+    harness.files.heal()
+    for reader in readers:
+        reader.join(10.0)
+    harness.clock.advance(60.0)
+    assert harness.lower.is_available
+    assert harness.read(1) is ReadOutcome.OK
+
+
+# ---- epochs ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_epoch_is_begun_on_a_thread_of_the_tier(make: Callable[..., Harness]) -> None:
+    harness = make(threads=True)
+    harness.put(1, 2)
+    assert harness.lower.flush(20.0) == 0
+    harness.lower.start_epoch(7)
+    assert harness.lower.epoch == 7
+    assert not harness.lower.holds(SPACE, name(1))
+    with pytest.raises(TierError, match=r"could not remember the reset.*in epoch 7"):
+        harness.lower.start_epoch(3)
+    assert harness.lower.epoch == 7
+
+
+@pytest.mark.bug("WR23")
+def test_an_epoch_that_no_thread_begins_is_an_error_in_time(
+    make: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lower_module, "RESET_TIMEOUT_S", 0.05)
+    harness = make()
+    begun = time.monotonic()
+    with pytest.raises(TierError, match=r"did not remember the reset within 0\.05 s"):
+        harness.lower.start_epoch(1)
+    assert time.monotonic() - begun < LATE_S
+    harness.jobs.run_all()
+    assert harness.lower.epoch == 1, "late, and right"
+    harness.jobs.close(0.0)
+    with pytest.raises(TierError, match="did not remember"):
+        harness.lower.start_epoch(2)
+
+
+# ---- ends ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_executor_that_is_empty_is_used_all_the_same(make: Callable[..., Harness]) -> None:
+    harness = make()
+    assert len(harness.jobs) == 0
+    assert harness.lower.executor is harness.jobs
+
+
+def test_the_threads_are_as_many_as_set_and_end_with_it(tmp_path: Path) -> None:
+    before = threading.active_count()
+    harness = Harness(tmp_path / "disk", threads=True)
+    executor = harness.lower.executor
+    assert isinstance(executor, ThreadExecutor)
+    assert harness.settings.threads == 4
+    assert threading.active_count() == before + 5, "one more, which never writes"
+    harness.close()
+    assert executor.idle
+
+
+def test_what_is_queued_at_close_is_dropped_and_counted(make: Callable[..., Harness]) -> None:
+    harness = make()
+    harness.put(1, 2)
+    harness.lower.close(0.0)
+    ledger = harness.lower.stats().ledger
+    assert (ledger.due, sum(ledger.dropped.values()), ledger.pending) == (2, 2, 0)
+    assert harness.pool.usage().num_leases == 0
+    harness.put(3)
+    assert harness.lower.stats().ledger.due == 2
+    harness.lower.close(0.0)
+
+
+def test_a_directory_that_cannot_be_used_is_an_error_of_its_setting(tmp_path: Path) -> None:
+    (tmp_path / "disk").write_text("a file")
+    settings = load_settings(env={}, overrides={"disk.path": [str(tmp_path / "disk")], "disk.size": "4MiB"}).disk
+    with pytest.raises(ConfigError, match=r"disk\.path"):
+        open_disk(settings, FakeClock())
+
+
+def test_the_settings_reach_the_tier(tmp_path: Path) -> None:
+    paths = [str(tmp_path / "one"), str(tmp_path / "two")]
+    overrides = {"disk.path": paths, "disk.size": "8MiB", "disk.min_free": 1, "disk.codec": "lz4"}
+    disk = open_disk(load_settings(env={}, overrides=overrides).disk, FakeClock())
+    try:
+        snapshot = disk.snapshot()
+        assert sorted(snapshot.mode) == paths
+        assert snapshot.capacity_bytes == 8 << 20
+        assert disk._codec.name.lower() == "lz4"
+    finally:
+        disk.close()
