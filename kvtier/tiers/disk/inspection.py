@@ -12,7 +12,7 @@ from kvtier.errors import FrameError
 from kvtier.frame import HEADER_BYTES, STRIDE_BYTES, FrameHeader
 from kvtier.tiers.disk.directory import Directory
 from kvtier.tiers.disk.files import Files
-from kvtier.tiers.disk.layout import GONE_PAGE, Entries, SegmentHeader, SegmentUse
+from kvtier.tiers.disk.layout import GONE_PAGE, Entries, SegmentHeader
 from kvtier.tiers.disk.recovery import FoundSegment, read_footer, survey
 from kvtier.tiers.disk.scan import check_payload, scan_frames
 from kvtier.tiers.disk.scratch import ScratchPool
@@ -125,8 +125,6 @@ def _list(path: Path) -> Iterator[FrameInfo | None]:
         looked = survey(directory, files)
         yield None
         for segment in looked.segments:
-            if segment.header.use is SegmentUse.SPARE:
-                continue
             try:
                 with _opened(directory, segment.file.name, files) as fd:
                     for page, header in _headers(fd, segment.header, files, scratch):
@@ -162,8 +160,6 @@ def _check_segment(
     directory: Directory, segment: FoundSegment, files: Files, scratch: ScratchPool
 ) -> Iterator[tuple[int, int, str | None]]:
     """Page, bytes and problem of every frame that an open of the directory would find, or miss for a damage."""
-    if segment.header.use is SegmentUse.SPARE:
-        return
     with _opened(directory, segment.file.name, files) as fd:
         footer = read_footer(fd, segment.header, files)
         if footer is None:

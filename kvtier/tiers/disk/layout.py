@@ -9,7 +9,7 @@ whatever an earlier life of the file left behind is told from what belongs to th
 with a magic and a format version, and end with the XXH3-64 of the bytes before; those places never change, so that an
 older kvtier can say that a page is of a newer format.
 
-Segment header, fields from byte 12: state u32, UUID 16 bytes, sequence u64, epoch u64, size of the file u64.
+Segment header, fields from byte 12: zero u32, UUID 16 bytes, sequence u64, epoch u64, size of the file u64.
 Trailer, fields from byte 12: entries u32, UUID, footer's offset u64, tail page u64, XXH3-64 of the footer u64.
 Meta page, fields from byte 12: zero u32, UUID, epoch u64.
 The footer is an array of `ENTRY`, padded to a page.
@@ -20,7 +20,6 @@ from __future__ import annotations
 import re
 import struct
 from dataclasses import dataclass
-from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +42,6 @@ __all__ = [
     "Meta",
     "NewerFormatError",
     "SegmentHeader",
-    "SegmentUse",
     "Trailer",
     "is_segment_name",
     "max_frame_bytes",
@@ -93,15 +91,6 @@ class NewerFormatError(Exception):
     """An intact page of a format that this kvtier does not know; the argument is its number."""
 
 
-class SegmentUse(IntEnum):
-    """What a segment's file is for."""
-
-    SPARE = 0
-    """Waiting for its turn; no frame in it is of this life."""
-    FRAMES = 1
-    """Frames are, or were, appended."""
-
-
 def segment_name(number: int) -> str:
     return f"segment-{number:08d}.kvt"
 
@@ -148,13 +137,10 @@ class SegmentHeader:
     epoch: int
     size: int
     """Bytes of the file."""
-    use: SegmentUse
 
     def encode(self) -> bytes:
         return _seal(
-            _SEGMENT.pack(
-                _SEGMENT_MAGIC, DISK_FORMAT_VERSION, self.use, self.uuid, self.sequence, self.epoch, self.size
-            )
+            _SEGMENT.pack(_SEGMENT_MAGIC, DISK_FORMAT_VERSION, 0, self.uuid, self.sequence, self.epoch, self.size)
         )
 
     @classmethod
@@ -162,10 +148,10 @@ class SegmentHeader:
         """None for anything but an intact page. Raises NewerFormatError."""
         if not _is_intact(page, _SEGMENT_MAGIC):
             return None
-        _, _, use, uuid, sequence, epoch, size = _SEGMENT.unpack_from(page)
-        if use not in (SegmentUse.SPARE, SegmentUse.FRAMES) or size < MIN_SEGMENT_BYTES or size % STRIDE_BYTES:
+        _, _, _, uuid, sequence, epoch, size = _SEGMENT.unpack_from(page)
+        if size < MIN_SEGMENT_BYTES or size % STRIDE_BYTES:
             return None
-        return cls(uuid, sequence, epoch, size, SegmentUse(use))
+        return cls(uuid, sequence, epoch, size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from kvtier.tiers.disk.allotment import Allotment, choose_segment_bytes
 from kvtier.tiers.disk.catalog import Catalog
 from kvtier.tiers.disk.directory import Directory, refusal
 from kvtier.tiers.disk.files import NO_SPACE, Files
-from kvtier.tiers.disk.layout import SegmentUse, segment_number
+from kvtier.tiers.disk.layout import segment_number
 from kvtier.tiers.disk.recovery import FoundBlocks, FoundSegment, Survey, read_blocks, survey
 from kvtier.tiers.disk.scratch import ScratchPool
 from kvtier.tiers.disk.segment import Segment, SegmentFile, SegmentState
@@ -147,13 +147,6 @@ def _number(name: str) -> int:
 
 
 def _read(found: _Opened, segment: FoundSegment, opening: Opening) -> None:
-    if segment.header.use is SegmentUse.SPARE:
-        if found.spare is None and segment.file.size == found.allotment.segment_bytes:
-            found.spare = segment.file
-        else:
-            found.allotment.delete(segment.file)
-            found.reclaimed += 1
-        return
     try:
         fd = opening.files.open(segment.file.name, os.O_RDONLY, found.directory.fd)
         try:
@@ -164,8 +157,14 @@ def _read(found: _Opened, segment: FoundSegment, opening: Opening) -> None:
         logger.warning("disk.path %s: %s is deleted: %s", found.directory.path, segment.file.name, str(error))
         found.allotment.delete(segment.file)
         found.reclaimed += 1
-    else:
+        return
+    if len(blocks.entries):
         found.kept.append((segment, blocks))
+    elif found.spare is None and segment.file.size == found.allotment.segment_bytes:
+        found.spare = segment.file
+    else:
+        found.allotment.delete(segment.file)
+        found.reclaimed += 1
 
 
 def _settle_meta(found: _Opened, epoch: int) -> None:

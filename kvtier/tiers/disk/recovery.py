@@ -121,7 +121,7 @@ def read_footer(fd: int, header: SegmentHeader, files: Files) -> tuple[Entries, 
     """Entries and tail page of a sealed segment; None when its footer is missing, damaged or of another life."""
     try:
         trailer = Trailer.decode(_read(files, fd, header.size - STRIDE_BYTES, STRIDE_BYTES))
-        if trailer is None or trailer.uuid != header.uuid:
+        if trailer is None:
             return None
         length = header.size - STRIDE_BYTES - trailer.footer_offset
         if not 0 <= length < header.size - STRIDE_BYTES or trailer.footer_offset % STRIDE_BYTES:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 from collections.abc import Sequence
 from itertools import groupby
 
+import numpy as np
+
 from kvtier.errors import IntegrityError
-from kvtier.frame import STRIDE_BYTES, frame_bytes
+from kvtier.frame import STRIDE_BYTES
 from kvtier.keys import Key
 from kvtier.tiers.base import WriteOutcome
 from kvtier.tiers.disk.allotment import Allotment
@@ -18,10 +21,10 @@ from kvtier.tiers.disk.directory import Directory
 from kvtier.tiers.disk.files import Files
 from kvtier.tiers.disk.handles import Handles
 from kvtier.tiers.disk.layout import (
+    ENTRY,
     GONE_PAGE,
     UUID_BYTES,
     SegmentHeader,
-    SegmentUse,
     max_frame_bytes,
     pack_footer,
 )
@@ -31,17 +34,19 @@ from kvtier.tiers.disk.transfer import Incoming, Outgoing, copy_of, groups, read
 
 __all__ = ["READMIT_SHARE", "Volume"]
 
+LAST_PART = 4  # the next file is made ready when less than one part in this many of the open segment is left
 READMIT_SHARE = 0.08  # of a segment: what eviction may copy, so that one byte written costs at most 1.08
 
 logger = logging.getLogger("kvtier.disk")
 
 
 class Volume:
-    """Places frames, writes and reads them, and keeps one file spare where the cap is reached.
+    """Places frames, writes and reads them, and keeps a file ready for when the open segment is full.
 
-    `_append` serialises placing and rotation, and is held during I/O for rotation alone: a header page, a footer, what
-    is copied from an evicted segment. Order of locks: `_append`, the allotment's, the catalog's. Reads take the
-    catalog's only. Mutable state: `_open`, `_spare`, `_owes_spare`, guarded by `_append`. Any thread.
+    `_append` serialises placing; nothing blocks under it. `_rotation` serialises what makes the next file ready:
+    creating one or, at the cap, evicting the oldest segment and copying what was used of it. Writers wait for that only
+    when they fill a segment's last quarter faster. Order of locks: `_rotation`, `_append`, the allotment's, the
+    catalog's. Reads take the catalog's only. Mutable state: `_open`, `_spare`, guarded by `_append`. Any thread.
     """
 
     def __init__(
@@ -61,10 +66,10 @@ class Volume:
         self._scratch = scratch
         self._handles = Handles(files, directory.fd, directory.open_flags)
         self._direct = directory.mode == "direct"
+        self._rotation = threading.Lock()
         self._append = threading.Lock()
         self._open: Segment | None = None
-        self._spare: SegmentFile | None = None
-        self._owes_spare = False
+        self._spare: tuple[SegmentFile, SegmentHeader] | None = None
 
     @property
     def max_frame_bytes(self) -> int:
@@ -88,6 +93,7 @@ class Volume:
             if failed is not None:
                 return _answer(frames[at:], failed, outcomes)
             at += count
+            self._look_ahead()
         return ()
 
     def _why_not(self) -> WriteOutcome:
@@ -114,19 +120,30 @@ class Volume:
             self.seal(segment)
 
     def _place(self, frames: Sequence[Outgoing]) -> tuple[Segment, int] | None:
-        """Pages for as many leading frames as the open segment takes, or a new one where it takes none."""
-        needed = frames[0].frame_bytes
-        with self._append:
-            if self._owes_spare and self._open is not None:
-                self._prepare_spare(self._open, needed)
-            for _ in range(2):
+        """Pages for as many leading frames as the open segment takes, or the next one where it takes none."""
+        while True:
+            with self._append:
                 if self._open is not None:
                     count = self._catalog.place(self._open, frames)
                     if count:
                         return self._open, count
-                if frames[0].epoch != self._catalog.epoch or not self._rotate(needed):
+                if frames[0].epoch != self._catalog.epoch:
                     return None
-            return None
+                full, switched = self._open, self._switch()
+            if switched and full is not None and self._catalog.retire(full):
+                self.seal(full)
+            if not switched:
+                with self._rotation:
+                    if not self._prepare_spare():
+                        return None
+
+    def _switch(self) -> bool:
+        """Go on in the spare file, if there is one of this epoch. Under the append lock."""
+        if self._spare is None or self._spare[1].epoch != self._catalog.epoch:
+            return False
+        (file, header), self._spare = self._spare, None
+        self._open = self._catalog.add_segment(self.number, file, header)
+        return True
 
     def seal(self, segment: Segment) -> None:
         """Write a full segment's footer, if it is of this epoch, and let it be evicted from then on."""
@@ -181,80 +198,69 @@ class Volume:
                 for frame in run:
                     self._load_run([frame])
 
-    # ---- rotation, under the append lock -------------------------------------------------------------------------
+    # ---- rotation, under its lock --------------------------------------------------------------------------------
 
-    def _rotate(self, needed: int) -> bool:
-        """Open the next segment, and see to a spare. False when no file can be had now: then nothing changed."""
-        file = self._spare or self.allotment.create()
-        self._spare = None
+    def _look_ahead(self) -> None:
+        """See to a spare before writers need it, unless another thread does."""
+        segment = self._open
+        if self._spare is not None or segment is None or segment.room() >= segment.header.size // LAST_PART:
+            return
+        if self._rotation.acquire(blocking=False):
+            try:
+                self._prepare_spare()
+            finally:
+                self._rotation.release()
+
+    def _prepare_spare(self) -> bool:
+        """Have a spare file of this epoch: a new one, or that of an evicted segment. False when none can be had now."""
+        with self._append:
+            spare = self._spare
+            if spare is not None and spare[1].epoch == self._catalog.epoch:
+                return True
+            self._spare = None
+        file = spare[0] if spare is not None else self.allotment.create()
         if file is None and self.allotment.reason is None:
             file = self._evict()
-        segment = self._start(file) if file is not None else None
-        if segment is None:
-            return False
-        old, self._open = self._open, segment
-        if old is not None and self._catalog.retire(old):
-            self.seal(old)
-        self._prepare_spare(segment, needed)
-        return True
+        return file is not None and self._begin_life(file)
 
-    def _start(self, file: SegmentFile) -> Segment | None:
+    def _begin_life(self, file: SegmentFile) -> bool:
+        """Make a file the spare, in which no frame of before is valid; or delete it, when that fails."""
+        header = SegmentHeader(os.urandom(UUID_BYTES), self._catalog.next_sequence(), self._catalog.epoch, file.size)
         try:
-            header = self._write_header(file, SegmentUse.FRAMES)
+            self._write_pages(file.name, memoryview(header.encode()), 0)
         except (OSError, MemoryError) as error:
             self.allotment.note(error)
-            self._spare = file
-            return None
-        return self._catalog.add_segment(self.number, file, header)
+            self.discard(file)
+            return False
+        with self._append:
+            self._spare = (file, header)
+        return True
 
-    def _prepare_spare(self, target: Segment, needed: int) -> None:
-        """At the cap, evict the oldest segment while there is somewhere to copy its used blocks to."""
-        self._owes_spare = False
-        if self._spare is not None or self.allotment.can_create():
-            return
-        self._spare = self._evict(target, needed)
-        self._owes_spare = self._spare is None
-
-    def _evict(self, target: Segment | None = None, needed: int = 0) -> SegmentFile | None:
-        """The file of the oldest segment that is not in use, its used blocks copied to `target`, which keeps room for
-        `needed` bytes; None when every segment is in use.
+    def _evict(self) -> SegmentFile | None:
+        """The file of the oldest segment that is not in use, its used blocks copied to the open one; None when every
+        segment is in use.
         """
         for victim in self._catalog.segments_of(self.number):
             if victim.state is not SegmentState.SEALED or victim.readers or victim.writers:
                 continue
-            moved = target is not None and self._readmit(victim, target, needed)
+            moved = self._readmit(victim, self._open)
             if self._catalog.drop(victim):
-                file = self._recycle(victim.file, is_spare=target is not None)
+                if victim.file.size == self.allotment.segment_bytes:
+                    return victim.file
+                self.discard(victim.file)
+                file = self.allotment.create()
                 if file is not None:
                     return file
             elif moved:  # a reader was faster: what was copied is not to be found there again
                 self._overwrite(victim, [])
         return None
 
-    def _recycle(self, file: SegmentFile, *, is_spare: bool) -> SegmentFile | None:
-        """Begin a new life of an evicted file, in which none of its frames is valid."""
-        if file.size != self.allotment.segment_bytes:
-            self.discard(file)
-            return self.allotment.create()
-        if is_spare:
-            try:
-                self._write_header(file, SegmentUse.SPARE)
-            except (OSError, MemoryError) as error:
-                self.allotment.note(error)
-                self.discard(file)
-                return None
-        return file
-
-    def _readmit(self, victim: Segment, target: Segment, needed: int) -> bool:
+    def _readmit(self, victim: Segment, target: Segment | None) -> bool:
         """Copy used blocks; whether any was."""
-        if victim.header.epoch != target.header.epoch:
-            return False
-        budget = int(READMIT_SHARE * self.allotment.segment_bytes)
         moved = False
-        for entry, row in self._catalog.hottest(victim, budget):
-            room = target.room() - STRIDE_BYTES  # the footer may grow by a page
-            if room - frame_bytes(row.stored_bytes) < needed:
-                break
+        if target is None or victim.header.epoch != target.header.epoch:
+            return moved
+        for entry, row in self._catalog.hottest(victim, int(READMIT_SHARE * self.allotment.segment_bytes)):
             try:
                 moved |= self._copy(victim, entry, row, target)
             except (OSError, MemoryError) as error:
@@ -283,13 +289,6 @@ class Volume:
                 self._end_write(target)
         return moved
 
-    def _write_header(self, file: SegmentFile, use: SegmentUse) -> SegmentHeader:
-        header = SegmentHeader(
-            os.urandom(UUID_BYTES), self._catalog.next_sequence(), self._catalog.epoch, file.size, use
-        )
-        self._write_pages(file.name, memoryview(header.encode()), 0)
-        return header
-
     def _write_pages(self, name: str, pages: memoryview, offset: int) -> None:
         with self._scratch.take(len(pages)) as memory, self._handles.use(name) as fd:
             memory[: len(pages)] = pages
@@ -303,13 +302,10 @@ class Volume:
         self._handles.drop(file.name)
         self.allotment.delete(file)
 
-    def keep_spare(self, file: SegmentFile) -> bool:
-        """Whether the file, found at open, became the spare."""
-        with self._append:
-            if self._spare is not None or file.size != self.allotment.segment_bytes:
-                return False
-            self._spare = file
-            return True
+    def keep_spare(self, file: SegmentFile) -> None:
+        """Use a file without blocks that was found at open."""
+        with self._rotation:
+            self._begin_life(file)
 
     def resume(self, segment: Segment) -> bool:
         """Append to a segment found at open. False, and it stays as it is, when its footer cannot be undone."""
@@ -341,15 +337,20 @@ class Volume:
         segment, self._open = self._open, None
         if seal and segment is not None and self._catalog.retire(segment):
             self.seal(segment)
+        if seal and self._spare is not None:
+            with contextlib.suppress(OSError, MemoryError):  # without a footer the next open scans it
+                file, header = self._spare
+                offset, footer = pack_footer(header, np.zeros(0, ENTRY), tail_page=1)
+                self._write_pages(file.name, memoryview(footer), offset)
         self._handles.close()
         self.directory.close()
 
     def check_integrity(self) -> None:
-        with self._append:
+        with self._rotation, self._append:
             held = {file.name for file in self.allotment.held}
             own = {segment.file.name for segment in self._catalog.segments_of(self.number)}
             if self._spare is not None:
-                own.add(self._spare.name)
+                own.add(self._spare[0].name)
             if held != own:
                 raise IntegrityError(f"disk tier: files {sorted(held ^ own)} are counted, or in use, but not both")
             if self.allotment.used_bytes > self.allotment.capacity_bytes:

@@ -62,7 +62,7 @@ def test_aligned_blocks_are_not_copied(rig: DiskRig) -> None:
             return real(fd, vectors, offset)  # type: ignore[operator,no-any-return]
 
         setattr(rig.files, name, call)
-    tier = rig.open(capacity=64 << 20, segment_bytes=None)
+    tier = rig.open(capacity=1 << 30, segment_bytes=None)
     buffers = [rig.aligned(360 << 10) for _ in range(20)]
     keys = [rig.key(name) for name in range(20)]
     warm = rig.aligned(PAGE)

@@ -119,6 +119,41 @@ def test_what_was_removed_is_not_found_again(rig: DiskRig) -> None:
     assert again.snapshot().damaged == 0
 
 
+def test_a_frame_inside_a_block_is_no_frame(rig: DiskRig) -> None:
+    """A block may hold any bytes, those of a whole frame of this very segment too."""
+    tier = rig.open()
+    rig.put(tier, "a")
+    (file,) = rig.segments()
+    header = FrameHeader.decode(file.read_bytes()[PAGE : 2 * PAGE])
+    forged = replace(header, key=rig.key("forged")).encode() + rig.block("a")
+    assert tier.write([WriteRequest(rig.key("b"), None, memoryview(forged * 2))]) == [STORED]
+    rig.crash(tier)
+    assert rig.held(rig.open(), ["a", "b", "forged"]) == ["a", "b"]
+
+
+def test_what_was_evicted_stays_evicted(rig: DiskRig) -> None:
+    tier = rig.open()
+    for name in range(60):
+        rig.put(tier, name)
+        held = rig.held(tier, range(60))
+        if name % 7 == 0:
+            rig.crash(tier)
+            tier = rig.open()
+            assert rig.held(tier, range(60)) == held
+
+
+def test_padding_is_zeros(rig: DiskRig) -> None:
+    """Memory that is used again must not leak one block's bytes into another's file."""
+    tier = rig.open(capacity=4 << 20)
+    for name in range(20):
+        rig.put(tier, f"longer {name}", nbytes=8000)
+        rig.put(tier, name, nbytes=5000)
+        file, at = rig.find(name)
+        frame = file.read_bytes()[at : at + 3 * PAGE]
+        assert frame[PAGE : PAGE + 5000] == rig.block(name, 5000)
+        assert not any(frame[PAGE + 5000 :])
+
+
 @pytest.mark.bug("AC10")
 def test_a_warm_open_is_quick(rig: DiskRig, tmp_path: Path) -> None:
     """4 GiB of blocks of 360 KiB, in files with holes for payloads: the time is that of the index."""
@@ -239,7 +274,7 @@ def test_a_header_that_claims_gigabytes_is_no_reason_to_take_them(rig: DiskRig) 
     rig.crash(tier)
     file, at = rig.find(1)
     page = file.read_bytes()[at : at + PAGE]
-    for huge in (1 << 32, SEGMENT):
+    for huge in (1 << 32, SEGMENT, 3 * PAGE):
         patch(file, at, replace(FrameHeader.decode(page), stored_bytes=huge, raw_bytes=huge).encode())
         tracemalloc.start()
         again = rig.open()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvtier.testing.files import Fault
-from kvtier.tiers.base import ReadOutcome, WriteOutcome
+from kvtier.tiers.base import ReadOutcome, ReadRequest, WriteOutcome
 from kvtier.tiers.disk.volume import READMIT_SHARE
 
 if TYPE_CHECKING:
@@ -171,6 +171,24 @@ def test_a_reader_keeps_its_segment(rig: DiskRig) -> None:
     assert rig.held(tier, ["old"]) == []
 
 
+@pytest.mark.bug("WR22")
+def test_a_reader_that_comes_while_blocks_are_copied_keeps_the_segment(rig: DiskRig) -> None:
+    """Whether anybody reads is asked again in the moment in which the blocks are forgotten."""
+    tier = rig.open()
+    rig.put(tier, *range(2 * PER_SEGMENT))
+    catalog = tier._catalog
+    oldest = catalog.segments_of(0)[0]
+    outcomes = [MISS]
+    frames = catalog.pin([ReadRequest(rig.key(0), memoryview(bytearray(PAGE)))], outcomes)
+    assert not catalog.drop(oldest)
+    assert rig.held(tier, [0]) == [0]
+    frames[0].outcome = HIT
+    catalog.settle(frames, outcomes)
+    assert outcomes == [HIT]
+    assert catalog.drop(oldest)
+    assert rig.held(tier, range(12)) == list(range(6, 12))
+
+
 def test_with_every_segment_in_use_nothing_changes(rig: DiskRig) -> None:
     tier = rig.open()
     for name in range(60):
@@ -234,7 +252,7 @@ def test_a_full_file_system_is_left_alone_for_a_second(
     assert "No space left" in reason
     assert rig.get(tier, *range(6)) == [HIT] * 6
     rig.clock.advance(1.5)
-    assert rig.put(tier, "a") == [FULL]
+    rig.put(tier, "probing")  # may still fit the open segment, if only the next could not be allocated
     assert rig.files.counts[fault] == struck + 1
     rig.files.heal()
     assert rig.put(tier, "a") == [FULL]
