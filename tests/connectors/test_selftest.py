@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvtier.cli import main
-from kvtier.config import HostSettings, RestoreSettings, Settings, StoreSettings
+from kvtier.config import DiskSettings, HostSettings, RestoreSettings, Settings, StoreSettings
 from kvtier.errors import ConfigError, LayoutError
 from kvtier.layout import KVKind, KVLayout
+from kvtier.tiers.base import WriteOutcome, WriteRequest
+from kvtier.tiers.disk import DiskTier
 from kvtier_connectors.contract import CopyJob, CopyResult
 from kvtier_connectors.selftest import SelftestReport, run_selftest
 from kvtier_connectors.selftest import run as selftest_run
@@ -89,6 +92,35 @@ def test_policies_and_bounds_of_the_settings_do_not_stand_in_the_way() -> None:
         restore=RestoreSettings(enabled=False, max_inflight_blocks=1),
     )
     verify_passed(run_selftest(settings, SMALL, seed=3))
+
+
+@pytest.mark.parametrize("layout", [SMALL, KVLayout(3, 1, 5, "float32", 7)], ids=["a page", "odd"])
+def test_a_disk_is_tested_beside_what_it_caches(tmp_path: Path, layout: KVLayout) -> None:
+    paths = (str(tmp_path / "one"), str(tmp_path / "two"))
+    disk = DiskSettings(path=paths, size=64 << 20, min_free=1, min_uses=9, max_write_rate=1, codec="lz4")
+    report = run_selftest(small_settings(64, disk=disk), layout, seed=5)
+    verify_passed(report)
+    assert report.blocks_from_disk > 0
+    assert len(report.disk_modes) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_gives_nothing_back_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(tier: DiskTier, requests: Sequence[WriteRequest]) -> list[WriteOutcome]:
+        return [WriteOutcome.STORED] * len(requests)
+
+    monkeypatch.setattr(DiskTier, "write", lose)
+    disk = DiskSettings(path=(str(tmp_path / "one"),), size=64 << 20, min_free=1)
+    report = run_selftest(small_settings(64, disk=disk), SMALL, seed=5)
+    assert "no block was restored from disk" in report.problems
+    assert report.blocks_wrong == 0
+
+
+def test_a_disk_that_cannot_be_used_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    disk = DiskSettings(path=(str(tmp_path / "file" / "cache"),), size=64 << 20)
+    with pytest.raises(ConfigError, match=r"disk\.path"):
+        run_selftest(small_settings(64, disk=disk), SMALL, seed=5)
 
 
 def test_one_seed_flips_one_byte() -> None:

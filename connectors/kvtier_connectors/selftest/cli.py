@@ -35,7 +35,8 @@ def command(
 
     Random blocks are written to a stand-in for the GPU pool, stored when they are about to be reused, overwritten, and
     restored into other blocks, through the connector that engines use. Host memory is used as configured; storing on
-    eviction and restoring are switched on. Give the layout of your model, so that the sizes are those of your engine.
+    eviction and restoring are switched on. A configured disk is tested in a directory beside each of its own, of 1 GiB
+    at most, which is removed again. Give the layout of your model, so that the sizes are those of your engine.
 
     More blocks are stored than the pool holds (a pool too large for that is followed by a small one): those that were
     evicted must come back as misses with a reason, never as wrong bytes. Exit code 1: bytes differed, held blocks were
@@ -78,6 +79,9 @@ def _print_table(report: SelftestReport) -> None:
     table.add_row("blocks stored", str(report.blocks_stored))
     table.add_row("blocks evicted", str(report.blocks_evicted))
     table.add_row("blocks restored", str(report.blocks_restored))
+    if report.disk_modes:
+        modes = ", ".join(sorted(set(report.disk_modes.values())))
+        table.add_row("of them from disk", f"{report.blocks_from_disk} ({modes} I/O)")
     table.add_row("of them wrong", str(report.blocks_wrong))
     table.add_row("misses", _counts(report.misses))
     table.add_row("not stored", _counts(report.drops))

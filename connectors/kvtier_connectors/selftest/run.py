@@ -4,25 +4,40 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
+import shutil
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from kvtier.config import Settings
+from kvtier.config import DiskSettings, Settings
 from kvtier.errors import IntegrityError
 from kvtier.keys import BlockDigest, Extras, Namespace, Shard, digest_tokens
 from kvtier.layout import KVLayout
 from kvtier.reasons import MissReason
 from kvtier.store import Store
-from kvtier_connectors.selftest.toy_engine import StuckError, ToyEngine
+from kvtier_connectors.selftest.toy_engine import SETTLE_TIMEOUT_S, StuckError, ToyEngine
 
 __all__ = ["SelftestReport", "run_selftest"]
 
 BUDGET_BYTES = 192 << 20  # computed on the configured store; this and the next keep the test to seconds
 BUDGET_BLOCKS = 2048
+DISK_BYTES = 1 << 30
+NEVER_RIGHT = frozenset(
+    {
+        MissReason.LAND_FAILED,
+        MissReason.DAMAGED,
+        MissReason.TIER_ERROR,
+        MissReason.TIER_DOWN,
+        MissReason.TIMEOUT,
+    }
+)
+"""Misses that a pool too small for all that is stored does not explain."""
 CHAIN_BLOCKS = 8
 NUM_ROUNDS = 3
 NOISE = 0xA5
@@ -43,6 +58,10 @@ class SelftestReport:
     """Blocks of those whose bytes were not the stored ones."""
     blocks_evicted: int
     """Blocks that gave their slot to another."""
+    blocks_from_disk: int
+    """Blocks of those restored that came from disk; 0 without `disk.path`."""
+    disk_modes: dict[str, str]
+    """By directory of `disk.path`: `direct` or `buffered`."""
     misses: dict[str, int]
     """Blocks asked for and not restored, by reason. Where more was stored than the pool holds, misses are right."""
     drops: dict[str, int]
@@ -78,6 +97,8 @@ class _Findings:
     restored: int = 0
     wrong: int = 0
     evicted: int = 0
+    from_disk: int = 0
+    modes: dict[str, str] = field(default_factory=dict)
     misses: Counter[str] = field(default_factory=Counter)
     drops: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
@@ -87,8 +108,10 @@ def run_selftest(settings: Settings, layout: KVLayout, *, seed: int, corrupt: bo
     """Store, evict and restore random blocks on a store with these settings, and compare every byte.
 
     Whatever the settings say of policies, blocks are stored on eviction and restored. A host pool too large to fill in
-    seconds is tested as it is, and after it a small one is filled twice over. Takes seconds and a few hundred MiB
-    beside the pool. corrupt: flip one byte of a stored block, to show that the test would notice.
+    seconds is tested as it is, and after it a small one is filled twice over. With a disk, that small one is tested
+    once more above a cache of its own, in a directory beside each of `disk.path` that is removed again: what is cached
+    is left alone. Takes seconds and a few hundred MiB beside the pool. corrupt: flip one byte of a stored block, to
+    show that the test would notice.
 
     Raises ConfigError or LayoutError when settings and layout cannot work on this machine.
     """
@@ -101,11 +124,18 @@ def run_selftest(settings: Settings, layout: KVLayout, *, seed: int, corrupt: bo
     )
     findings = _Findings()
     rng = np.random.default_rng(seed)
+    disk = settings.disk
+    settings = settings.model_copy(update={"disk": DiskSettings()})
     first = _Exercise(settings, layout, rng, findings)
     host_bytes = first.host_bytes
     first.run(corrupt=corrupt)
     if not first.overfills:
         _Exercise(_small_pool(settings, layout), layout, rng, findings).run()
+    if disk.path:
+        with _beside(disk) as own:
+            _Exercise(_small_pool(settings, layout).model_copy(update={"disk": own}), layout, rng, findings).run()
+        if not findings.from_disk:
+            findings.problems.append("no block was restored from disk")
     if corrupt and not findings.wrong:
         findings.problems.append("a byte was flipped and no comparison saw it")
     if not findings.restored:
@@ -118,6 +148,8 @@ def run_selftest(settings: Settings, layout: KVLayout, *, seed: int, corrupt: bo
         blocks_restored=findings.restored,
         blocks_wrong=findings.wrong,
         blocks_evicted=findings.evicted,
+        blocks_from_disk=findings.from_disk,
+        disk_modes=findings.modes,
         misses=dict(findings.misses),
         drops=dict(findings.drops),
         problems=tuple(findings.problems),
@@ -131,6 +163,18 @@ def _small_pool(settings: Settings, layout: KVLayout) -> Settings:
     slab = min(settings.host.slab, max(4096, 1 << (wanted - 1).bit_length()))
     size = max(slab, -(-wanted // slab) * slab)
     return settings.model_copy(update={"host": settings.host.model_copy(update={"size": size, "slab": slab})})
+
+
+@contextmanager
+def _beside(disk: DiskSettings) -> Iterator[DiskSettings]:
+    """The same settings with a small cache in directories of its own on the same devices."""
+    paths = tuple(f"{path.rstrip('/')}-selftest-{os.getpid()}" for path in disk.path)
+    size = min(disk.size, len(paths) * DISK_BYTES)
+    try:
+        yield disk.model_copy(update={"path": paths, "size": size, "min_uses": 1, "max_write_rate": "off"})
+    finally:
+        for path in paths:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 class _Exercise:
@@ -172,6 +216,8 @@ class _Exercise:
         findings = self._findings
         findings.stored += ledger.stored
         findings.evicted += stats.evicted_blocks
+        findings.from_disk += stats.hits.get("disk", 0)
+        findings.modes.update(stats.disk.modes if stats.disk else {})
         findings.drops.update({reason.value: count for reason, count in ledger.dropped.items()})
         if ledger.pending:
             findings.problems.append(f"{ledger.pending} blocks were neither stored nor dropped")
@@ -183,6 +229,9 @@ class _Exercise:
             self._chains.append(self._compute())
         # Whoever waits for the whole pool makes every block due: the chains that are restored now are stored.
         self._engine.settle(waiting=self._engine.blocks.num_blocks)
+        num_unwritten = self._engine.store.flush(SETTLE_TIMEOUT_S)
+        if num_unwritten:
+            self._findings.problems.append(f"round {number}: {num_unwritten} blocks were not written to disk")
         order = self._rng.permutation(len(self._chains)).tolist()
         if corrupt:
             index = self._corrupt(order)
@@ -208,9 +257,9 @@ class _Exercise:
 
     def _restore(self, index: int, first: int, count: int, round_number: int) -> None:
         chain, scheduler, findings = self._chains[index], self._engine.connector.scheduler, self._findings
-        request_id, ids = self._engine.begin_chain(chain.digests, count, avoiding=chain.homes)
+        request_id, ids = self._engine.begin_chain(chain.digests, count, chain.homes, first)
         self._engine.memory[:, ids] = NOISE
-        found = scheduler.match(request_id, first, count)
+        found = self._engine.match(request_id, first, count)
         num_begun = scheduler.admit(request_id, first, count, ids)
         landed = sum(outcome.num_landed for outcome in self._engine.settle()) if num_begun else 0
         findings.restored += landed
@@ -221,7 +270,7 @@ class _Exercise:
         if landed < count:
             reason = (found.miss if landed >= found.num_blocks else None) or MissReason.LAND_FAILED
             findings.misses[reason.value] += count - landed
-            if not self.overfills or reason is MissReason.LAND_FAILED:
+            if not self.overfills or reason in NEVER_RIGHT:
                 findings.problems.append(f"round {round_number}: {count - landed} held blocks missed: {reason.value}")
         self._engine.end_chain(request_id, first, ids, landed)
 

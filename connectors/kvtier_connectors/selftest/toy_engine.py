@@ -16,12 +16,13 @@ from kvtier.errors import KVTierError
 from kvtier.keys import BlockDigest, Namespace
 from kvtier.store import Store
 from kvtier_connectors.connector import Connector
-from kvtier_connectors.contract import WRITTEN, RequestInfo, RestoreOutcome, StepDemand
+from kvtier_connectors.contract import WRITTEN, Match, RequestInfo, RestoreOutcome, StepDemand
 from kvtier_kernels import BlockPlanes
 
 __all__ = ["StuckError", "ToyBlocks", "ToyEngine"]
 
 SETTLE_TIMEOUT_S = 10.0  # a job copies 32 MiB
+POLL_S = 0.1
 
 
 class StuckError(KVTierError):
@@ -80,16 +81,29 @@ class ToyEngine:
         self._num_requests = 0
 
     def begin_chain(
-        self, digests: Sequence[BlockDigest], count: int, avoiding: Collection[int] = ()
+        self, digests: Sequence[BlockDigest], count: int, avoiding: Collection[int] = (), first_block: int = 0
     ) -> tuple[str, list[int]]:
-        """A request, and `count` blocks for a part of its chain; copies that this makes due begin."""
+        """A request, and `count` blocks for a part of its chain; copies that this makes due begin.
+
+        first_block: the blocks before it are taken to be in the engine's own cache.
+        """
         self._num_requests += 1
         request_id = f"request {self._num_requests}"
-        self.connector.scheduler.start_request(RequestInfo(request_id, digests))
+        self.connector.scheduler.start_request(RequestInfo(request_id, digests, num_local_blocks=first_block))
         ids = self.blocks.take(count, avoiding)
         self._reused += ids
         self._step()
         return request_id, ids
+
+    def match(self, request_id: str, first_block: int, count: int) -> Match:
+        """What can be restored, once nothing of the request is on its way to host memory any more."""
+        deadline = time.monotonic() + SETTLE_TIMEOUT_S
+        while time.monotonic() < deadline:
+            found = self.connector.scheduler.match(request_id, first_block, count)
+            if not found.is_staging:
+                return found
+            self.connector.scheduler.complete(self.connector.worker.poll(POLL_S))
+        raise StuckError(f"blocks did not come to host memory within {SETTLE_TIMEOUT_S:g} s")
 
     def end_chain(self, request_id: str, first_block: int, block_ids: Sequence[int], num_filled: int) -> None:
         """The first `num_filled` of the blocks hold their KV; the request ends."""
