@@ -137,10 +137,17 @@ def _config(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON
 
     table = Table("setting", "value", "source")
     for name, value in values.items():
-        table.add_row(name, str(value).lower() if isinstance(value, bool) else str(value), loaded.sources[name])
+        table.add_row(name, _as_written(value), loaded.sources[name])
     console = Console()
     console.print(table)
     console.print(f"Host pool of one engine: {pool_bytes / 2**30:.2f} GiB ({memory.describe()})", soft_wrap=True)
+
+
+def _as_written(value: object) -> str:
+    """A setting's value as the environment would give it."""
+    if isinstance(value, tuple):
+        return os.pathsep.join(value) or "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _register(app: typer.Typer, entry_point: EntryPoint) -> None:

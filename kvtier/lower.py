@@ -43,7 +43,7 @@ def open_disk(settings: DiskSettings, clock: Clock, files: Files | None = None) 
     from kvtier.tiers.disk import DiskTier  # and with it lz4 and xxhash, which a store without a disk needs not
 
     return DiskTier(
-        [Path(path) for path in settings.path],
+        [Path(path).expanduser() for path in settings.path],
         settings.size,
         min_free_bytes=settings.min_free,
         codec=settings.codec,

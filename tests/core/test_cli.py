@@ -228,3 +228,16 @@ def test_a_wrong_setting_is_one_line(
     captured = capsys.readouterr()
     assert captured.err.startswith("kvtier: host.size = ")
     assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("paths", "shown"), [(None, "none"), ("/mnt/a", "/mnt/a"), ("/mnt/a:/mnt/b", "/mnt/a:/mnt/b")])
+def test_directories_are_shown_as_they_are_written(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, paths: str | None, shown: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    if paths is not None:
+        monkeypatch.setenv("KVTIER_DISK__PATH", paths)
+    with pytest.raises(SystemExit):
+        main(["config"])
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "disk.path" in line]
+    assert row.split()[3] == shown

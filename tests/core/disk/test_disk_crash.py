@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import select
+import shutil
 import subprocess
 import sys
 import time
@@ -15,6 +16,8 @@ from kvtier.tiers.base import ReadOutcome
 from kvtier.tiers.disk import verify_directory
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.core.disk.conftest import DiskRig
 
 KILL_POINTS = 50
@@ -67,12 +70,18 @@ def run_until_killed(rig: DiskRig, capacity: int, first: int, reports: int, seed
     return int(said.split(b"\n")[-2])
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.bug("CR13", "AC10")
-def test_a_kill_at_any_moment_loses_nothing_that_was_stored(rig: DiskRig) -> None:
-    """One directory through all of it, so that each open finds what several deaths left."""
-    seed = random.SystemRandom().getrandbits(32)
+def test_a_kill_at_any_moment_loses_nothing_that_was_stored(rig: DiskRig, seeds: Iterator[int]) -> None:
+    """One directory through all of a seed's kills, so that each open finds what several deaths left."""
+    for seed in seeds:
+        kill_at_any_moment(rig, seed)
+        shutil.rmtree(rig.path)
+
+
+def kill_at_any_moment(rig: DiskRig, seed: int) -> None:
     rng = random.Random(seed)
     roomy = 64 << 20
     last = 0
@@ -90,22 +99,24 @@ def test_a_kill_at_any_moment_loses_nothing_that_was_stored(rig: DiskRig) -> Non
         assert verify_directory(rig.path).is_whole, where
     tier = rig.open(capacity=roomy, segment_bytes=SEGMENT)
     assert ReadOutcome.DAMAGED not in rig.get(tier, *range(last), nbytes=9000), f"seed {seed}"
+    tier.close()
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.bug("AC06")
-def test_a_kill_amid_evictions_breaks_neither_cap_nor_blocks(rig: DiskRig) -> None:
-    seed = random.SystemRandom().getrandbits(32)
-    rng = random.Random(seed)
+def test_a_kill_amid_evictions_breaks_neither_cap_nor_blocks(rig: DiskRig, seeds: Iterator[int]) -> None:
     small = 5 * (SEGMENT + 4096) + (32 << 10)
     last = 0
-    for point in range(KILL_POINTS // 5):
-        last = run_until_killed(rig, small, last, rng.randrange(20, 60), seed + point)
-        where = f"seed {seed}, kill {point}"
-        assert rig.real_bytes() <= small, where
-        tier = rig.open(capacity=small, segment_bytes=SEGMENT)
-        tier.check_integrity()
-        held = rig.held(tier, range(last + 5))
-        assert set(range(last - 20, last)) <= set(held), where
-        assert rig.get(tier, *held, nbytes=9000) == [ReadOutcome.OK] * len(held), where
-        rig.crash(tier)
+    for seed in seeds:
+        rng = random.Random(seed)
+        for point in range(KILL_POINTS // 5):
+            last = run_until_killed(rig, small, last, rng.randrange(20, 60), seed + point)
+            where = f"seed {seed}, kill {point}"
+            assert rig.real_bytes() <= small, where
+            tier = rig.open(capacity=small, segment_bytes=SEGMENT)
+            tier.check_integrity()
+            held = rig.held(tier, range(last + 5))
+            assert set(range(last - 20, last)) <= set(held), where
+            assert rig.get(tier, *held, nbytes=9000) == [ReadOutcome.OK] * len(held), where
+            rig.crash(tier)
