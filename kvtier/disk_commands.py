@@ -97,9 +97,9 @@ def _print_segments(frames: Iterable[FrameInfo]) -> None:
         place = (frame.sequence, frame.file)
         blocks[place] += 1
         raw_bytes[place] += frame.header.raw_bytes
-        stored_bytes[place] += frame.header.stored_bytes
+        stored_bytes[place] += frame.header.frame_bytes
         namespaces.add(frame.header.key[:16])
-    table = Table("segment, oldest first", "blocks", "MiB", "MiB stored")
+    table = Table("segment, oldest first", "blocks", "MiB of blocks", "MiB on disk")
     for place in sorted(blocks):
         table.add_row(
             place[1], str(blocks[place]), f"{raw_bytes[place] / 2**20:.1f}", f"{stored_bytes[place] / 2**20:.1f}"

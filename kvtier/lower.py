@@ -69,6 +69,15 @@ class LowerTier:
         executor: Executor | None = None,
     ) -> None:
         self.name = disk.name
+        found = disk.snapshot()
+        logger.info(
+            "%s tier open: %d blocks found, %d of %d bytes used, %s",
+            disk.name,
+            found.num_blocks,
+            found.used_bytes,
+            found.capacity_bytes,
+            ", ".join(f"{path} ({mode} I/O)" for path, mode in found.mode.items()),
+        )
         self._num_threads = settings.threads + 1  # the executor keeps one for reads
         self._disk = disk
         self._meter = MeteredTier(disk, clock)
@@ -91,6 +100,10 @@ class LowerTier:
             min_uses=settings.min_uses,
             max_jobs=settings.threads,
         )
+
+    def check_block(self, nbytes: int) -> None:
+        """Raises ConfigError for blocks that the tier can never hold."""
+        self._disk.check_block(nbytes)
 
     @property
     def is_available(self) -> bool:
@@ -182,4 +195,6 @@ class LowerTier:
         """Stop within `timeout` seconds. A thread that the device holds keeps its slots, and dies with the process."""
         self.executor.close(timeout)
         self.write_behind.close()
+        blocks, stored = self._disk.usage().num_blocks, self.write_behind.ledger.snapshot().stored
         self.tier.close()
+        logger.info("%s tier closed: %d blocks are there, %d of them stored by this process", self.name, blocks, stored)

@@ -176,9 +176,9 @@ class Stager:
             nbytes = sum(read.nbytes for read in reads if not read.is_read)
             if nbytes != self._inflight_bytes:
                 raise IntegrityError(f"staging: {self._inflight_bytes} bytes counted under way, {nbytes} are")
-            waiting = {(id(stage), index) for read in reads for stage, index in read.waiters}
+            waiting = {(stage, index) for read in reads for stage, index in read.waiters}
             for stage in {stage for read in reads for stage, _ in read.waiters} | set(self._queue):
-                if not stage._done and any((id(stage), index) not in waiting for index in stage._pending):
+                if not stage._done and any((stage, index) not in waiting for index in stage._pending):
                     raise IntegrityError(f"staging: {stage.name} waits for a block that nobody reads")
 
     # ---- reads ---------------------------------------------------------------------------------------------------

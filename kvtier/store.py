@@ -136,10 +136,15 @@ class Store:
         return self._counters
 
     def open_space(self, namespace: Namespace) -> Space:
-        """The part of the store that one engine's blocks live in. Raises LayoutError when a block fits no slab."""
+        """The part of the store that one engine's blocks live in.
+
+        Raises LayoutError or ConfigError when a block fits no slab of host memory, or no segment on disk.
+        """
         self.check_usable()
         if self._pool.capacity_slots(namespace.layout.block_bytes) < 1:
             raise LayoutError(f"host.size holds not one block of {namespace.layout.block_bytes} bytes; raise it")
+        for lower in self._lower:
+            lower.check_block(namespace.layout.block_bytes)
         return Space(self, namespace)
 
     def reset(self) -> int:

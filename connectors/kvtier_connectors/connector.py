@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -14,6 +15,7 @@ from kvtier.errors import LayoutError
 from kvtier.executor import Executor
 from kvtier.keys import Namespace
 from kvtier.layout import KVLayout
+from kvtier.reasons import DropReason
 from kvtier.store import Space, Store
 from kvtier_connectors.contract import WRITTEN, BlockPoolView, RestoreOutcome, StepDemand, WriteFence
 from kvtier_connectors.scheduler import KVTierScheduler
@@ -62,6 +64,7 @@ class FlushResult:
 
 
 POLL_S = 0.1
+HARMLESS = frozenset({DropReason.ALREADY_STORED, DropReason.RESET})
 FLUSH_SHARE = 0.8  # of the time that a close may take
 MIN_CLOSE_S = 0.5
 
@@ -159,14 +162,30 @@ class Connector:
         self._closed = True
         deadline = time.monotonic() + timeout
         if self.store.lower or not self._owns_store:
+            dropped = self._dropped()
             result = self.flush(timeout * FLUSH_SHARE, reused)
             if result.num_unstored:
-                logger.warning("%d blocks were not stored within %g s and are lost", result.num_unstored, timeout)
+                why = ", ".join(
+                    f"{count} {reason.value}" for reason, count in sorted((self._dropped() - dropped).items())
+                )
+                logger.warning(
+                    "connector closed: %d blocks could not be stored and are lost (%s)",
+                    result.num_unstored,
+                    why or f"not within {timeout * FLUSH_SHARE:g} s",
+                )
         self.scheduler.complete(self.worker.close(max(MIN_CLOSE_S, deadline - time.monotonic())))
         self.scheduler.close()
         self._unsubscribe()
         if self._owns_store:
             self.store.close(max(MIN_CLOSE_S, deadline - time.monotonic()))
+
+    def _dropped(self) -> Counter[DropReason]:
+        """What was not stored on any way down so far, by reason."""
+        ledgers = [self.scheduler.stats().ledger, *(lower.write_behind.ledger.snapshot() for lower in self.store.lower)]
+        dropped: Counter[DropReason] = Counter()
+        for ledger in ledgers:
+            dropped.update({reason: n for reason, n in ledger.dropped.items() if reason not in HARMLESS})
+        return dropped
 
     def __enter__(self) -> Self:
         return self

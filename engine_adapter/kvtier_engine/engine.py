@@ -14,13 +14,14 @@ from kvtier.config import Settings
 from kvtier.errors import ClosedError, LayoutError, TokenError
 from kvtier.executor import Executor
 from kvtier.keys import BlockDigest, Extras, Namespace, digest_tokens
+from kvtier.metrics import StatsSnapshot
 from kvtier.store import Store
 from kvtier_connectors.connector import Connector
 from kvtier_connectors.contract import NO_OPTIONS, WRITTEN, CopyResult, KVOptions, RestoreOutcome
 from kvtier_engine.block_pool import BlockPool
 from kvtier_engine.config import EngineConfig, resolve_max_model_len
 from kvtier_engine.errors import EmptyPromptError, PromptTooLongError, RequestError
-from kvtier_engine.request import FinishReason, Request, RequestOutput
+from kvtier_engine.request import FinishReason, Request, RequestOutput, TextStream
 from kvtier_engine.runner import BatchItem, ModelRunner
 from kvtier_engine.sampling import Sampler, SamplingParams
 from kvtier_engine.scheduler import Scheduled, Scheduler, Verdict
@@ -31,27 +32,6 @@ __all__ = ["Engine", "StepResult", "TextStream"]
 logger = logging.getLogger("kvtier.engine")
 
 NO_EXTRAS = Extras(adapter=None, salt=None, media=())
-
-
-class TextStream:
-    """Turns one request's tokens into final text. What it raises ends its request, with FinishReason.ERROR.
-
-    The base class puts out none. `kvtier_engine.llm` has the real one.
-    """
-
-    @property
-    def stopped(self) -> bool:
-        """True once a stop string was met."""
-        return False
-
-    def push(self, token: int) -> str:
-        """Text that is final after this token."""
-        del token
-        return ""
-
-    def finish(self) -> str:
-        """What was held back."""
-        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +123,8 @@ class Engine:
         if self._closed:
             raise ClosedError("the engine is closed; open another")
         self._check_prompt(request_id, prompt)
+        if not isinstance(options, KVOptions):
+            raise RequestError(f"options must be a KVOptions, not {options!r}")
         request = Request(
             request_id,
             [int(token) for token in prompt],
@@ -233,6 +215,10 @@ class Engine:
         self._outcomes += result.outcomes
         self._copies_in_flight = self.connector.scheduler.stats().in_flight_blocks
         return result.num_unstored
+
+    def stats(self) -> StatsSnapshot | None:
+        """What kvtier's store counts; None without kvtier."""
+        return None if self.connector is None else self.connector.store.stats()
 
     def check_integrity(self) -> None:
         """Raises IntegrityError when any structure disagrees with another. O(blocks): for tests."""

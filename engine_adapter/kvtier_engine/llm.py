@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self
 
 from kvtier.config import Settings
 from kvtier.keys import Namespace, Shard
+from kvtier.metrics import StatsSnapshot
 from kvtier_connectors.contract import NO_OPTIONS, KVOptions
 from kvtier_engine.config import EngineConfig
 from kvtier_engine.engine import NO_EXTRAS, Engine, StepResult, TextStream
@@ -144,16 +145,22 @@ class LLM:
             for request_id in ids:
                 self._forget(request_id)
 
-    def chat(self, messages: Sequence[Mapping[str, str]], params: SamplingParams) -> Completion:
+    def chat(
+        self, messages: Sequence[Mapping[str, str]], params: SamplingParams, *, options: KVOptions = NO_OPTIONS
+    ) -> Completion:
         """Answer a conversation (`{"role": ..., "content": ...}` each) by the model's own chat template."""
-        return self.generate([self.tokenizer.encode_chat(messages)], params)[0]
+        if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages):
+            raise RequestError('chat takes a list of messages, {"role": ..., "content": ...} each')
+        return self.generate([self.tokenizer.encode_chat(messages)], params, options=options)[0]
 
-    def stream(self, prompt: str | Sequence[int], params: SamplingParams) -> Iterator[RequestOutput]:
+    def stream(
+        self, prompt: str | Sequence[int], params: SamplingParams, *, options: KVOptions = NO_OPTIONS
+    ) -> Iterator[RequestOutput]:
         """One prompt's outputs as they come, from the first `next` on. Ending the iteration early aborts the request.
 
         Other requests run beside it. What came while another call stepped the engine comes as one output.
         """
-        request_id = self.add_request(prompt, params)
+        request_id = self.add_request(prompt, params, options=options)
         self._has_reader.add(request_id)
         try:
             while request_id in self._unread or request_id in self.engine.scheduler:
@@ -210,6 +217,10 @@ class LLM:
     def flush(self, timeout: float) -> int:
         """Store what the pool caches, down to the lowest tier; see `Engine.flush`."""
         return self.engine.flush(timeout)
+
+    def stats(self) -> StatsSnapshot | None:
+        """What kvtier's store counts, the disk included; None without kvtier."""
+        return self.engine.stats()
 
     def close(self, timeout: float = 5.0) -> None:
         """Abort what is left and close the engine, which stores what the pool still caches. Idempotent."""

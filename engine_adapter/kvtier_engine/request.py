@@ -14,7 +14,7 @@ from kvtier_engine.sampling import Sampler, SamplingParams
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["FinishReason", "GuardedSampler", "Request", "RequestOutput", "RequestState"]
+__all__ = ["FinishReason", "GuardedSampler", "Request", "RequestOutput", "RequestState", "TextStream"]
 
 
 class RequestState(Enum):
@@ -60,6 +60,27 @@ class RequestOutput:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+
+class TextStream:
+    """Turns one request's tokens into final text. What it raises ends its request, with FinishReason.ERROR.
+
+    The base class puts out none. `kvtier_engine.llm` has the real one.
+    """
+
+    @property
+    def stopped(self) -> bool:
+        """True once a stop string was met."""
+        return False
+
+    def push(self, token: int) -> str:
+        """Text that is final after this token."""
+        del token
+        return ""
+
+    def finish(self) -> str:
+        """What was held back."""
+        return ""
 
 
 class GuardedSampler(Sampler):

@@ -40,6 +40,11 @@ def parse_host_size(value: object) -> int | Literal["auto"]:
         raise ValueError(f"{error}, or 'auto'") from None
 
 
+def parse_room(value: object) -> int:
+    """As `parse_size`, or 0."""
+    return 0 if value in (0, "0") and not isinstance(value, bool) else parse_size(value)
+
+
 def parse_rate(value: object) -> int | Literal["off"]:
     """As `parse_size`, a second, or the word 'off'."""
     if value == "off":
@@ -62,7 +67,7 @@ def parse_paths(value: object) -> tuple[str, ...]:
         raise ValueError(
             "write a directory, or several with a colon between them, such as '/mnt/nvme0:/mnt/nvme1', or 'none'"
         )
-    if len(set(named)) != len(named):
+    if len({os.path.normpath(path) for path in named}) != len(named):
         raise ValueError("name each directory once")
     return tuple(named)
 
@@ -141,7 +146,7 @@ class DiskSettings(_Subsystem):
     """Directories, each on a device of its own; none: no disk tier."""
     size: Annotated[int, BeforeValidator(parse_size)] = 64 << 30
     """Bytes on disk of all directories together, headers and spare segments included."""
-    min_free: Annotated[int, BeforeValidator(parse_size)] = 1 << 30
+    min_free: Annotated[int, BeforeValidator(parse_room)] = 1 << 30
     """Bytes that stay free on each file system."""
     threads: Annotated[int, Field(ge=1, le=64)] = 4
     """Writes under way at once; one read more."""

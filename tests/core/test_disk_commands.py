@@ -78,9 +78,23 @@ def test_every_block_is_listed_with_its_key_parent_and_place(
 
 
 def test_the_table_adds_up(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = run(["ls", "--disk", str(directory), "--json"], capsys)[1].splitlines()
+    num_segments = len({json.loads(row)["file"] for row in rows})
+    assert num_segments > 1
     code, out, _ = run(["ls", "--disk", str(directory)], capsys)
     assert code == 0
-    assert f"{NUM_BLOCKS} blocks in {len(contents(directory))} segments" in out
+    assert f"{NUM_BLOCKS} blocks in {num_segments} segments" in out
+
+
+@pytest.mark.parametrize("command", ["ls", "verify"])
+def test_a_directory_that_holds_no_cache_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    (tmp_path / "passwd").write_text("")
+    code, out, err = run([command, "--disk", str(tmp_path)], capsys)
+    assert (code, out) == (2, "")
+    assert "holds no cache of kvtier's" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["passwd"]
 
 
 def test_a_whole_directory_verifies(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

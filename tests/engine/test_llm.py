@@ -12,6 +12,7 @@ import pytest
 
 from kvtier.config import Settings, load_settings
 from kvtier.errors import ConfigError
+from kvtier_connectors import KVOptions
 from kvtier_engine import (
     EmptyPromptError,
     EngineConfig,
@@ -303,6 +304,30 @@ def test_a_prompt_that_is_refused_takes_the_earlier_ones_along(fake: LLM) -> Non
     with pytest.raises(EmptyPromptError):
         fake.generate([[1, 2], []], GREEDY)
     assert not fake.has_work
+
+
+def test_chat_and_stream_take_options_and_the_counts_can_be_read(
+    runner_bfloat16: HFRunner, tokenizer: Tokenizer
+) -> None:
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    with open_llm(runner_bfloat16, tokenizer) as llm:
+        messages = [{"role": "user", "content": "Say something of twenty words or more about the sea, please, now."}]
+        llm.chat(messages, params, options=KVOptions(restore=False))
+        list(llm.stream("The sea is wide", params, options=KVOptions(restore=False)))
+        stats = llm.stats()
+        assert stats is not None
+        assert stats.lookups == 0, "who opts out is not counted"
+        llm.chat(messages, params)
+        stats = llm.stats()
+        assert stats is not None
+        assert stats.lookups == 1
+        for wrong in (None, {"restore": False}):
+            with pytest.raises(RequestError, match="options must be a KVOptions"):
+                llm.generate(["a"], params, options=wrong)  # type: ignore[arg-type]
+        with pytest.raises(RequestError, match="list of messages"):
+            llm.chat("hi", params)  # type: ignore[arg-type]
+    with open_llm(runner_bfloat16, tokenizer, settings=None) as llm:
+        assert llm.stats() is None
 
 
 def test_one_string_is_not_a_list_of_prompts(runner_bfloat16: HFRunner, tokenizer: Tokenizer) -> None:

@@ -118,11 +118,44 @@ class Allotment:
         """Whether one more segment keeps the cap and the floor."""
         if self.charged_bytes + with_growth(self.segment_bytes) > self.capacity_bytes:
             return False
+        free = self._free_bytes()
+        return free is not None and free - self.segment_bytes >= self._min_free_bytes
+
+    def warn_of_shortage(self) -> None:
+        """Say at start what the file system cannot give of the capacity."""
+        free = self._free_bytes()
+        if free is None:
+            return
+        attainable = self.used_bytes + max(0, free - self._min_free_bytes)
+        if attainable < self.capacity_bytes:
+            logger.warning(
+                "disk.path %s: its part of disk.size is %d bytes, and the file system gives %d at most (%d are free, "
+                "of which disk.min_free keeps %d)%s; lower disk.size or disk.min_free, or free space",
+                self._directory.path,
+                self.capacity_bytes,
+                attainable,
+                free,
+                self._min_free_bytes,
+                ": nothing can be stored there" if attainable < self.own_bytes + self.segment_bytes else "",
+            )
+
+    def note_shortage(self) -> None:
+        """Nothing can be written since there is no segment and no room for one above the floor."""
+        free = self._free_bytes()
+        if free is None or free - self.segment_bytes >= self._min_free_bytes:
+            return
+        with self._lock:
+            self._reason = (
+                f"no room for a segment of {self.segment_bytes} bytes: {free} bytes are free, of which disk.min_free "
+                f"keeps {self._min_free_bytes}"
+            )
+            self._check_at = self._clock.now() + RECHECK_S
+
+    def _free_bytes(self) -> int | None:
         try:
-            free = self._files.free_bytes(self._directory.fd)
+            return self._files.free_bytes(self._directory.fd)
         except OSError:
-            return False
-        return free - self.segment_bytes >= self._min_free_bytes
+            return None
 
     def create(self) -> SegmentFile | None:
         """A new file with all its room; None when there is no room for it, or the device failed, which is noted."""
@@ -197,11 +230,8 @@ class Allotment:
             if now < self._check_at:
                 return False
             self._check_at = now + RECHECK_S
-        try:
-            free = self._files.free_bytes(self._directory.fd)
-        except OSError:
-            return False
-        if free < self.segment_bytes + self._min_free_bytes:
+        free = self._free_bytes()
+        if free is None or free < self.segment_bytes + self._min_free_bytes:
             return False
         with self._lock:
             self._reason = None

@@ -194,6 +194,18 @@ class Directory:
         if fd >= 0:
             os.close(fd)
 
+    @property
+    def is_cache(self) -> bool:
+        """Whether a disk tier ever was here."""
+        return self._exists(META_NAME) or bool(self.contents().segments)
+
+    def _exists(self, name: str) -> bool:
+        try:
+            self._files.stat(name, self.fd)
+        except OSError:
+            return False
+        return True
+
     def _is_plain(self, name: str) -> bool:
         try:
             return stat.S_ISREG(self._files.stat(name, self.fd).st_mode)
@@ -208,7 +220,15 @@ class Directory:
                 f"it belongs to user {found.st_uid}, and this process runs as {os.geteuid()}; give it a directory of "
                 "its own",
             )
-        if stat.S_IMODE(found.st_mode) & 0o077:
+        mode = stat.S_IMODE(found.st_mode)
+        if mode & 0o077:
+            foreign = self.contents().foreign
+            if foreign and not self._exists(META_NAME):  # others may live here, and would be locked out
+                raise refusal(
+                    self.path,
+                    f"it is open to others (mode {mode:o}) and holds what is not kvtier's ({foreign[0]!r}); name a "
+                    f"directory of kvtier's own, such as {str(self.path / 'kvtier')!r}",
+                )
             os.fchmod(self.fd, 0o700)
             logger.info("disk.path %s was open to others; its mode is 0700 now", self.path)
 
@@ -216,7 +236,9 @@ class Directory:
 def _cannot_be_used(path: Path, error: OSError) -> ConfigError:
     if isinstance(error, (NotADirectoryError, FileExistsError)):
         return refusal(path, "it is, or leads through, something that is not a directory")
-    return refusal(path, error.strerror or str(error))
+    if error.filename is not None and not path.is_dir():
+        return refusal(path, f"{str(error.filename)!r} cannot be made: {error.strerror}, as user {os.geteuid()}")
+    return refusal(path, f"{error.strerror or error}, as user {os.geteuid()}")
 
 
 def _make(path: Path) -> None:

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.errors import FrameError
+from kvtier.errors import ConfigError, FrameError
 from kvtier.frame import HEADER_BYTES, STRIDE_BYTES, FrameHeader
 from kvtier.tiers.disk.directory import Directory
 from kvtier.tiers.disk.files import Files
-from kvtier.tiers.disk.layout import GONE_PAGE, Entries, SegmentHeader
+from kvtier.tiers.disk.layout import GONE_PAGE, META_NAME, Entries, SegmentHeader
 from kvtier.tiers.disk.recovery import FoundSegment, read_footer, survey
 from kvtier.tiers.disk.scan import check_payload, scan_frames
 from kvtier.tiers.disk.scratch import ScratchPool
@@ -104,6 +104,8 @@ def verify_directory(path: Path) -> VerifyReport:
 def _locked(path: Path, files: Files) -> Iterator[Directory]:
     directory = Directory(Path(path), files, create=False)
     try:
+        if not directory.is_cache:
+            raise ConfigError(f"{str(path)!r} holds no cache of kvtier's: it has neither {META_NAME} nor segments")
         yield directory
     finally:
         directory.close()

@@ -47,7 +47,7 @@ class DirectoryLock:
             own = " (this one)" if holder == str(os.getpid()) else ""
             raise ConfigError(
                 f"disk.path {str(path)!r} is in use by process {holder}{own}: a cache directory belongs to one store "
-                "at a time. Give each engine its own, or let the engines share one cache through a daemon"
+                "at a time. Give each engine a directory of its own, or stop that process"
             ) from None
         if write_pid:
             try:

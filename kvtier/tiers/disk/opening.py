@@ -79,6 +79,7 @@ def open_volumes(opening: Opening, catalog: Catalog) -> list[Volume]:
                 found.directory.probe(opening.scratch)
                 _settle_meta(found, catalog.epoch)
             catalog.counts.reclaimed_files += found.reclaimed
+            found.allotment.warn_of_shortage()
             volumes.append(_make_volume(len(volumes), found, opening, catalog))
         _index(opened, volumes, catalog)
     except BaseException:

@@ -11,7 +11,7 @@ from pathlib import Path
 from kvtier.clock import Clock, MonotonicClock
 from kvtier.codecs import codec_by_name
 from kvtier.errors import ClosedError, ConfigError, ForkedError, LayoutError, TierError
-from kvtier.frame import MAX_PAYLOAD_BYTES
+from kvtier.frame import MAX_PAYLOAD_BYTES, frame_bytes
 from kvtier.keys import Key, split_key
 from kvtier.tiers.base import ReadOutcome, ReadRequest, Tier, TierUsage, WriteOutcome, WriteRequest
 from kvtier.tiers.disk.catalog import Catalog
@@ -104,6 +104,15 @@ class DiskTier(Tier):
             if failed:
                 raise TierError(f"the disk tier could not write down epoch {epoch}: {'; '.join(failed)}")
             self._epoch_is_safe = True
+
+    def check_block(self, nbytes: int) -> None:
+        """Raises ConfigError for a block that no segment can hold."""
+        longest = max(volume.max_frame_bytes for volume in self._volumes)
+        if frame_bytes(nbytes) > longest:
+            raise ConfigError(
+                f"disk.size = {self._capacity_bytes} makes segments whose blocks are at most {longest} bytes long, and "
+                f"a block of this model takes {frame_bytes(nbytes)}; raise disk.size"
+            )
 
     # ---- Tier ----------------------------------------------------------------------------------------------------
 

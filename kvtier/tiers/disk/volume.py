@@ -221,6 +221,8 @@ class Volume:
         file = spare[0] if spare is not None else self.allotment.create()
         if file is None and self.allotment.reason is None:
             file = self._evict()
+            if file is None and not self._catalog.segments_of(self.number):
+                self.allotment.note_shortage()
         return file is not None and self._begin_life(file)
 
     def _begin_life(self, file: SegmentFile) -> bool:

@@ -51,6 +51,23 @@ def test_a_directory_open_to_others_is_closed_to_them(rig: DiskRig, caplog: pyte
     assert warnings_of(caplog) == []
 
 
+def test_a_directory_in_which_others_live_is_left_open(rig: DiskRig) -> None:
+    rig.path.mkdir(mode=0o755)
+    (rig.path / "other.txt").write_text("theirs")
+    with pytest.raises(ConfigError, match=r"disk\.path .* open to others \(mode 755\) .*'other\.txt'.*cache/kvtier'"):
+        rig.open()
+    assert mode_of(rig.path) == 0o755
+    assert [path.name for path in rig.path.iterdir()] == ["other.txt"]
+
+
+def test_a_cache_that_others_put_files_into_is_closed_all_the_same(rig: DiskRig) -> None:
+    rig.open().close()
+    (rig.path / "other.txt").write_text("theirs")
+    rig.path.chmod(0o755)
+    rig.open()
+    assert mode_of(rig.path) == 0o700
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 def test_a_directory_of_another_user_is_refused(rig: DiskRig) -> None:
     rig.path.mkdir()
@@ -109,7 +126,7 @@ def test_a_failed_open_leaves_nothing_open(rig: DiskRig, tmp_path: Path) -> None
 
 def test_a_second_tier_is_refused(rig: DiskRig) -> None:
     tier = rig.open()
-    with pytest.raises(ConfigError, match=rf"in use by process {os.getpid()} \(this one\).*daemon"):
+    with pytest.raises(ConfigError, match=rf"in use by process {os.getpid()} \(this one\).*a directory of its own"):
         rig.open()
     for look in (list_directory, verify_directory):
         with pytest.raises(ConfigError, match="in use"):

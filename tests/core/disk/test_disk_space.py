@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvtier.errors import ConfigError
 from kvtier.testing.files import Fault
 from kvtier.tiers.base import ReadOutcome, ReadRequest, WriteOutcome
 from kvtier.tiers.disk.volume import READMIT_SHARE
@@ -274,6 +275,38 @@ def test_while_one_directory_is_full_the_others_take_the_blocks(rig: DiskRig, tm
     reasons = tier.snapshot().read_only
     assert reasons[str(rig.path)] is not None
     assert reasons[str(other)] is None
+
+
+def test_a_floor_that_leaves_no_room_is_told_at_start_and_in_the_status(
+    rig: DiskRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = rig.open(min_free_bytes=1 << 50)
+    (told,) = [record.getMessage() for record in caplog.records if "disk.min_free" in record.getMessage()]
+    assert "nothing can be stored there" in told
+    assert rig.put(tier, "a") == [FULL]
+    (reason,) = tier.snapshot().read_only.values()
+    assert reason is not None
+    assert "disk.min_free keeps 1125899906842624" in reason
+
+
+def test_a_capacity_beyond_the_file_system_is_told_and_one_within_is_not(
+    rig: DiskRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.open(capacity=1 << 50, segment_bytes=None).close()
+    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "disk.size" in told
+    assert "nothing can be stored" not in told
+    caplog.clear()
+    tier = rig.open()
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
+    assert rig.put(tier, "a") == [STORED]
+
+
+def test_a_block_that_no_segment_can_hold_is_refused_with_both_sizes(rig: DiskRig) -> None:
+    tier = rig.open()
+    tier.check_block(9000)
+    with pytest.raises(ConfigError, match=rf"disk\.size = \d+ .*takes {(1 << 20) + PAGE}"):
+        tier.check_block(1 << 20)
 
 
 @pytest.fixture
