@@ -42,6 +42,7 @@ __all__ = [
     "NO_CONTAINER",
     "STRIDE_BYTES",
     "FrameHeader",
+    "NewerFrameError",
     "frame_bytes",
     "padded",
     "payload_checksum",
@@ -63,6 +64,14 @@ _CHECKSUM_AT = HEADER_BYTES - _CHECKSUM.size
 _NO_KEY = bytes(KEY_BYTES)
 
 assert _FIELDS.size == 224
+
+
+class NewerFrameError(FrameError):
+    """An intact header of a format that this kvtier does not know; `version` is its number."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(f"a frame of format {version}; this kvtier reads format {FRAME_VERSION}")
+        self.version = version
 
 
 def padded(nbytes: int) -> int:
@@ -139,7 +148,9 @@ class FrameHeader:
 
     @classmethod
     def decode(cls, page: bytes | memoryview) -> FrameHeader:
-        """Read a header page. Raises FrameError when it is none, is damaged, or is of a newer format."""
+        """Read a header page. Raises FrameError when it is none or is damaged, NewerFrameError when it is of a newer
+        format.
+        """
         if len(page) < HEADER_BYTES:
             raise FrameError(f"a frame's header has {HEADER_BYTES} bytes, not {len(page)}")
         fields = bytes(page[: _FIELDS.size])
@@ -151,6 +162,8 @@ class FrameHeader:
         _, version, codec, depth, key, parent, has_parent, tenant_bytes, raw, stored, payload, container, tenant = (
             _FIELDS.unpack(fields)
         )
+        if version > FRAME_VERSION:
+            raise NewerFrameError(version)
         if version != FRAME_VERSION:
             raise FrameError(f"a frame of format {version}; this kvtier reads format {FRAME_VERSION}")
         header_fits = tenant_bytes <= MAX_TENANT_BYTES and 0 < raw <= MAX_PAYLOAD_BYTES

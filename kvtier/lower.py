@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +38,9 @@ QUEUED_SHARE = 4
 """Blocks on their way down may hold this part of host memory: it cannot be evicted meanwhile."""
 MAX_QUEUED_BYTES = 1 << 30
 RESET_TIMEOUT_S = 10.0
+POLL_S = 0.1
+MIN_CLOSE_S = 0.5
+MAX_TOUCHES = 256  # prompts whose uses wait to be noted; beyond it the oldest are forgotten
 
 
 def open_disk(settings: DiskSettings, clock: Clock, files: Files | None = None) -> DiskTier:
@@ -84,9 +89,13 @@ class LowerTier:
         self._guard = GuardedTier(
             self._meter, Breaker(clock, probe_timeout_s=2 * settings.timeout_s), clock, settings.timeout_s
         )
-        self.tier: Tier = self._guard
-        if settings.max_write_rate != "off":
-            self.tier = ThrottledTier(self._guard, settings.max_write_rate, clock)
+        rate = settings.max_write_rate
+        self._throttle = None if rate == "off" else ThrottledTier(self._guard, rate, clock)
+        self.tier: Tier = self._throttle or self._guard
+        self._touches: deque[tuple[bytes, Sequence[BlockDigest]]] = deque(maxlen=MAX_TOUCHES)
+        self._touching = False
+        self._lock = threading.Lock()
+        self._closed = False
         if executor is None:
             executor = ThreadExecutor(f"kvtier-{self.name}", MAX_QUEUED_JOBS, num_threads=self._num_threads)
         self.executor: Executor = executor
@@ -98,7 +107,8 @@ class LowerTier:
             clock,
             max_bytes=min(pool.buffer.nbytes // QUEUED_SHARE, MAX_QUEUED_BYTES),
             min_uses=settings.min_uses,
-            max_jobs=settings.threads,
+            # A rate is kept by waiting on a thread: one waits, and the others are there for reads.
+            max_jobs=1 if self._throttle is not None else settings.threads,
         )
 
     def check_block(self, nbytes: int) -> None:
@@ -122,13 +132,23 @@ class LowerTier:
     def note_use(self, namespace: bytes, digests: Sequence[BlockDigest], parent: BlockDigest | None) -> None:
         """A prompt uses these blocks, whichever tier served them; `parent` comes before the first. Quick."""
         self.write_behind.note_use(namespace, digests, parent)
-        if digests:
-            self.executor.try_submit(
-                lambda: self._touch(namespace, digests), urgent=False
-            )  # forgotten where it is busy
+        if not digests:
+            return
+        with self._lock:
+            self._touches.append((namespace, digests))
+            submit, self._touching = not self._touching, True
+        if submit and not self.executor.try_submit(self._touch, urgent=False):
+            with self._lock:
+                self._touching = False  # the next use tries again
 
-    def _touch(self, namespace: bytes, digests: Sequence[BlockDigest]) -> None:
-        self.tier.touch([make_key(namespace, digest) for digest in digests])
+    def _touch(self) -> None:
+        """All uses that were noted since: one job however many they are, so that they take no writer's place."""
+        with self._lock:
+            touches = list(self._touches)
+            self._touches.clear()
+            self._touching = False
+        for namespace, digests in touches:
+            self.tier.touch([make_key(namespace, digest) for digest in digests])
 
     def start_epoch(self, epoch: int) -> None:
         """Forget every block and remember the epoch. Waits at most RESET_TIMEOUT_S; raises TierError if that failed."""
@@ -142,8 +162,12 @@ class LowerTier:
                 failures.append(error)
             done.set()
 
+        self.write_behind.reset()
         queued = self.executor.try_submit(run, urgent=True)
-        if not queued or not done.wait(RESET_TIMEOUT_S):
+        deadline = time.monotonic() + RESET_TIMEOUT_S
+        while queued and not done.wait(POLL_S):
+            queued = time.monotonic() < deadline and not self._closed
+        if not queued:
             raise TierError(
                 f"the {self.name} tier did not remember the reset within {RESET_TIMEOUT_S:g} s: this process uses "
                 f"none of its older blocks, a later one might; reset again, or empty its directories, before a restart"
@@ -193,8 +217,18 @@ class LowerTier:
 
     def close(self, timeout: float) -> None:
         """Stop within `timeout` seconds. A thread that the device holds keeps its slots, and dies with the process."""
+        self._closed = True
+        deadline = time.monotonic() + timeout
+        if self._throttle is not None:
+            self._throttle.stop_waiting()
+        self.write_behind.close()  # else a job that runs would go on through the queue
         self.executor.close(timeout)
-        self.write_behind.close()
-        blocks, stored = self._disk.usage().num_blocks, self.write_behind.ledger.snapshot().stored
-        self.tier.close()
+        self.write_behind.close()  # what that job still held
+        blocks, stored = self._disk.snapshot().num_blocks, self.write_behind.ledger.snapshot().stored
+        closing = threading.Thread(target=self.tier.close, name=f"kvtier-{self.name}-close", daemon=True)
+        closing.start()
+        closing.join(max(MIN_CLOSE_S, deadline - time.monotonic()))
+        if closing.is_alive():
+            logger.warning("the %s tier was not closed within %g s: its device hangs", self.name, timeout)
+            return
         logger.info("%s tier closed: %d blocks are there, %d of them stored by this process", self.name, blocks, stored)

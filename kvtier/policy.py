@@ -28,7 +28,13 @@ class EvictionPolicy(Protocol):
         """`slot` is no longer resident."""
 
     def victim(self, can_evict: Callable[[int], bool]) -> int | None:
-        """The slot to evict next, or None when `can_evict` holds for no slot that may go now. Changes no order."""
+        """The slot to evict next, or None when `can_evict` holds for no slot that may go now. Changes no order.
+
+        A slot that `can_evict` refused is not asked about again until `released` names it.
+        """
+
+    def released(self, slots: Sequence[int]) -> None:
+        """`can_evict` may hold for these by now; any other slot may be among them."""
 
     def check_integrity(self, slots: set[int]) -> None:
         """Raises IntegrityError unless exactly `slots` are ordered."""
@@ -39,9 +45,10 @@ class TailsFirstLRU:
 
     An evicted prefix would make its whole tail unreachable, so recency alone is not enough: blocks are stored prefix
     first, which makes the prefix the older. A heap holds the leaves by last use; entries are dropped lazily when a
-    leaf was touched, removed, or got a child. While every leaf is leased nothing is a victim.
+    leaf was touched, removed, or got a child. While every leaf is leased nothing is a victim. Leaves found leased at
+    the heap's top are set aside until they are released: thousands of them may stand there while a device hangs.
 
-    Costs: O(log n) an insert or victim, O(1) a touched block. Arrays by slot, no object per block.
+    Costs, amortised: O(log n) an insert, victim or release, O(1) a touched block. Arrays by slot, no object per block.
     """
 
     def __init__(self) -> None:
@@ -51,6 +58,7 @@ class TailsFirstLRU:
         self._parent_life = array("q")
         self._children = array("q")
         self._heap: list[int] = []
+        self._aside: set[int] = set()
         self._now = 0
         self._num_resident = 0
 
@@ -78,6 +86,7 @@ class TailsFirstLRU:
     def remove(self, slot: int) -> None:
         assert self._tick[slot], f"slot {slot} removed twice"
         self._tick[slot] = 0
+        self._aside.discard(slot)
         self._num_resident -= 1
         parent = self._parent[slot]
         if parent != NO_PARENT and self._tick[parent] and self._life[parent] == self._parent_life[slot]:
@@ -86,25 +95,27 @@ class TailsFirstLRU:
                 self._push(parent)
 
     def victim(self, can_evict: Callable[[int], bool]) -> int | None:
-        leased: list[int] = []
-        found: int | None = None
         while self._heap:
             entry = self._heap[0]
             slot = entry & ((1 << TICK_SHIFT) - 1)
-            if not self._is_current(entry):
-                heapq.heappop(self._heap)
-            elif can_evict(slot):
-                found = slot
-                break
-            else:
-                leased.append(heapq.heappop(self._heap))
-        for entry in leased:
-            heapq.heappush(self._heap, entry)
-        return found
+            if self._is_current(entry):
+                if can_evict(slot):
+                    return slot
+                self._aside.add(slot)
+            heapq.heappop(self._heap)
+        return None
+
+    def released(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            if slot in self._aside:
+                self._aside.discard(slot)
+                if not self._children[slot]:
+                    self._push(slot)
 
     def check_integrity(self, slots: set[int]) -> None:
         resident = {slot for slot, tick in enumerate(self._tick) if tick}
-        leaves = {entry & ((1 << TICK_SHIFT) - 1) for entry in self._heap if self._is_current(entry)}
+        here = {entry & ((1 << TICK_SHIFT) - 1) for entry in self._heap if self._is_current(entry)}
+        leaves = {slot for slot in resident if not self._children[slot]}
         children = dict.fromkeys(resident, 0)
         for slot in resident:
             parent = self._parent[slot]
@@ -113,7 +124,8 @@ class TailsFirstLRU:
         checks = {
             "the policy orders exactly the resident slots": resident == slots and len(resident) == self._num_resident,
             "children are counted": all(children[slot] == self._children[slot] for slot in resident),
-            "every leaf stands in the heap": leaves == {slot for slot in resident if not children[slot]},
+            "every leaf stands in the heap or is set aside": here | (self._aside & leaves) == leaves,
+            "what is set aside is resident": self._aside <= resident,
         }
         for claim, holds in checks.items():
             if not holds:
@@ -121,9 +133,11 @@ class TailsFirstLRU:
 
     def _is_current(self, entry: int) -> bool:
         slot = entry & ((1 << TICK_SHIFT) - 1)
-        return self._tick[slot] == entry >> TICK_SHIFT and not self._children[slot]
+        return self._tick[slot] == entry >> TICK_SHIFT and not self._children[slot] and slot not in self._aside
 
     def _push(self, slot: int) -> None:
+        if slot in self._aside:  # comes back with its last use
+            return
         if len(self._heap) > 2 * self._num_resident + 64:
             # A parent that lost its children twice without a use between stands here twice.
             self._heap = sorted({entry for entry in self._heap if self._is_current(entry)})

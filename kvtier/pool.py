@@ -144,6 +144,8 @@ class HostPool:
         self._slab_of = array("I")
         self._leases = array("I")
         self._resident = bytearray()
+        self._is_watched = bytearray()
+        self._released: list[int] = []
         self._num_leases = 0
         self._num_leased = 0
         self._closed = False
@@ -214,7 +216,16 @@ class HostPool:
                 self._free_slot(slot)
 
     def can_evict(self, slot: int) -> bool:
-        return not self._leases[slot]
+        """Whether it has no lease. One that has is told by `take_released` once the last has ended."""
+        with self._lock:
+            self._is_watched[slot] = self._leases[slot] > 0
+            return not self._is_watched[slot]
+
+    def take_released(self) -> list[int]:
+        """The slots that `can_evict` refused and that lost their last lease since. Each is told once."""
+        with self._lock:
+            released, self._released = self._released, []
+            return released
 
     def class_of(self, slot: int) -> int:
         """The size class of a resident slot, in bytes."""
@@ -322,6 +333,9 @@ class HostPool:
         self._leases[slot] -= 1
         if not self._leases[slot]:
             self._num_leased -= 1
+            if self._is_watched[slot]:
+                self._is_watched[slot] = 0
+                self._released.append(slot)
             if not self._resident[slot]:
                 self._free_slot(slot)
 
@@ -379,4 +393,5 @@ class HostPool:
         self._slab_of.append(slab)
         self._leases.append(0)
         self._resident.append(0)
+        self._is_watched.append(0)
         return len(self._offsets) - 1

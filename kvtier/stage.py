@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvtier.errors import IntegrityError
 from kvtier.executor import Executor
 from kvtier.index import BlockState
 from kvtier.keys import BlockDigest, make_key
 from kvtier.pool import Lease, Owner
 from kvtier.reasons import MissReason
-from kvtier.tiers.base import Tier
+from kvtier.tiers.base import ReadOutcome, Tier
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.reservation import Reservation
 
-__all__ = ["Source", "Stage", "StageRead", "lease_held", "locate"]
+__all__ = ["OUTCOME_TO_REASON", "ReadBudget", "Source", "Stage", "StageRead", "lease_held", "locate"]
+
+OUTCOME_TO_REASON = {
+    ReadOutcome.MISS: MissReason.EVICTED,
+    ReadOutcome.DAMAGED: MissReason.DAMAGED,
+    ReadOutcome.ERROR: MissReason.TIER_ERROR,
+    ReadOutcome.REFUSED: MissReason.TIER_DOWN,
+}
 
 FIRST_LOOK = 64
 """Blocks asked for first; each next time four times as many, so that a prompt of which nothing is here costs little."""
@@ -61,12 +69,72 @@ class StageRead:
     is_queued: bool = True
     """No thread of the tier has begun it: whoever clears this ends it."""
     is_read: bool = False
+    num_live: int = 0
+    """Of the waiters, those whose stage has not ended."""
+    is_abandoned: bool = False
+    """Nobody waited for it at some time since: it counts no more against what stages may have under way."""
     reservation: Reservation | None = None
     guard: Lease | None = None
     """Keeps the block in host memory until every waiter has its own lease."""
     failure: MissReason | None = None
     after: list[StageRead] = field(default_factory=list)
     """Reads of blocks that follow this one's, which ended before it."""
+
+
+class ReadBudget:
+    """Bytes of reads under way: those that stages wait for within one bound, abandoned ones counted against another of
+    the same size, so that what a device never gives back does not keep everybody else waiting.
+
+    Mutable state: the two sums, guarded by the stager's lock.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.live_bytes = 0
+        self.abandoned_bytes = 0
+
+    @property
+    def is_lost(self) -> bool:
+        """So much was abandoned and has not come back that nothing more is begun."""
+        return self.abandoned_bytes > self._max_bytes
+
+    def can_begin(self, nbytes: int) -> bool:
+        """One alone may, however large."""
+        return not self.is_lost and (not self.live_bytes or self.live_bytes + nbytes <= self._max_bytes)
+
+    def begin(self, read: StageRead) -> None:
+        self.live_bytes += read.nbytes
+
+    def leave(self, read: StageRead) -> None:
+        """One stage that waited for it ended. It stays abandoned when another comes: the sum is bounded either way."""
+        read.num_live -= 1
+        if not (read.num_live or read.is_abandoned or read.is_read):
+            read.is_abandoned = True
+            self.live_bytes -= read.nbytes
+            self.abandoned_bytes += read.nbytes
+
+    def end(self, read: StageRead) -> None:
+        read.is_read = True
+        if read.is_abandoned:
+            self.abandoned_bytes -= read.nbytes
+        else:
+            self.live_bytes -= read.nbytes
+
+    def check_integrity(self, reads: Iterable[StageRead]) -> None:
+        """Raises IntegrityError unless the sums are those of these reads, and only live stages' are live."""
+        live = abandoned = 0
+        for read in reads:
+            num_live = sum(not stage.done for stage, _ in read.waiters)
+            if read.num_live != num_live or not (num_live or read.is_abandoned or read.is_read):
+                raise IntegrityError(f"staging: {num_live} stages wait for a read, {read.num_live} are counted")
+            if not read.is_read:
+                live += 0 if read.is_abandoned else read.nbytes
+                abandoned += read.nbytes if read.is_abandoned else 0
+        if (live, abandoned) != (self.live_bytes, self.abandoned_bytes):
+            raise IntegrityError(
+                f"staging: {self.live_bytes} and {self.abandoned_bytes} bytes counted under way, "
+                f"{live} and {abandoned} are"
+            )
 
 
 class Stage:
@@ -88,6 +156,7 @@ class Stage:
         "_done",
         "_end",
         "_ended_at",
+        "_first",
         "_keeper",
         "_left",
         "_miss",
@@ -136,6 +205,7 @@ class Stage:
         self._next = num_held
         self._end = len(digests)
         self._pending: set[int] = set()
+        self._first = num_held  # no block before this one is pending
         self._arrived: Counter[str] = Counter()
         self._miss: MissReason | None = None
         self._done = False
@@ -172,6 +242,17 @@ class Stage:
     def poll(self) -> bool:
         """True when it is done; ends it when its time is over or the tier that it waits for is sick."""
         return self._done or self._keeper.poll(self)
+
+    def is_over(self, now: float) -> bool:
+        """Whether its time is over; so it is for a clock that went back, which would make it wait far longer."""
+        return not self._begun_at <= now < self._deadline
+
+    def first_pending(self) -> int:
+        """The first block that it waits for, or the first not asked for; under the stager's lock. O(1) amortised, for
+        blocks become pending in order."""
+        while self._first < self._next and self._first not in self._pending:
+            self._first += 1
+        return self._first
 
     def close(self) -> None:
         """Let go of what arrived and want no more. Idempotent. Reads under way end on their own, for others."""

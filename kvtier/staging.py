@@ -7,14 +7,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import chain
+from functools import cache
 
 from kvtier.clock import Clock
 from kvtier.errors import ClosedError, IntegrityError
 from kvtier.keys import BlockDigest, make_key
 from kvtier.pool import HostPool, Owner
 from kvtier.reasons import DropReason, MissReason
-from kvtier.stage import Source, Stage, StageRead, lease_held, locate
+from kvtier.stage import OUTCOME_TO_REASON, ReadBudget, Source, Stage, StageRead, lease_held, locate
 from kvtier.tiers.base import ReadOutcome, ReadRequest
 from kvtier.tiers.host import HostTier
 
@@ -24,13 +24,10 @@ logger = logging.getLogger("kvtier.staging")
 
 READ_BYTES = 8 << 20
 """One job: large enough to keep a device busy, small enough that a prompt's blocks spread over the tier's threads."""
-
-OUTCOME_TO_REASON = {
-    ReadOutcome.MISS: MissReason.EVICTED,
-    ReadOutcome.DAMAGED: MissReason.DAMAGED,
-    ReadOutcome.ERROR: MissReason.TIER_ERROR,
-    ReadOutcome.REFUSED: MissReason.TIER_DOWN,
-}
+READ_BLOCKS = 512
+"""And no more blocks, however small: under one hold of the lock, about a millisecond."""
+JOBS_AT_ONCE = 2
+"""Jobs that a call of the engine's thread begins: enough for the device; their threads begin the rest."""
 
 
 class Stager:
@@ -38,11 +35,16 @@ class Stager:
 
     A stage's blocks are read in prefix order, as far as a budget of bytes under way allows; stages take turns in the
     order in which they began. Slots are set aside by the thread that reads, when it does. A read that nobody waits for
-    any more still ends in a commit: its bytes are right, and its slot is leased until the device let go of it.
+    any more still ends in a commit: its bytes are right, and its slot is leased until the device let go of it. It
+    leaves the budget to others, and counts against a second one of the same size: where even that is used up, the
+    device gives nothing back, and stages end at once.
+
+    Progress never waits for the engine's thread: while a stage has blocks to ask for, a read is under way, whose end
+    begins the next ones.
 
     No call blocks or does I/O except `_read`, which runs on the tiers' threads.
 
-    Mutable state: `_reads`, `_queue`, `_inflight_bytes` and every stage's, guarded by `_lock`, a leaf: nothing is
+    Mutable state: `_reads`, `_queue`, `_budget` and every stage's, guarded by `_lock`, a leaf: nothing is
     called under it.
     """
 
@@ -52,22 +54,23 @@ class Stager:
         self._host = host
         self._pool = pool
         self._sources = list(sources)
-        self._max_inflight = max_inflight_bytes
         self._clock = clock
         self._owner = pool.owner("staging")
         self._lock = threading.Lock()
         self._reads: dict[tuple[bytes, BlockDigest], StageRead] = {}
         self._queue: deque[Stage] = deque()
-        self._inflight_bytes = 0
+        self._budget = ReadBudget(max_inflight_bytes)
         self._num_reads = 0
-        self._max_blocks: dict[int, int] = {}
+        # How many blocks one stage may read: half the pool, so that one prompt never takes all of host memory.
+        self._max_blocks_of: Callable[[int], int] = cache(lambda nbytes: pool.capacity_slots(nbytes) // 2)
         self._listeners: list[Callable[[], None]] = []
         self._closed = False
 
     @property
     def inflight_bytes(self) -> int:
-        """Bytes that queued and running reads, abandoned ones included, write to slots or will."""
-        return self._inflight_bytes
+        """Bytes that queued and running reads, abandoned ones included, write to slots or will: at most twice the
+        budget."""
+        return self._budget.live_bytes + self._budget.abandoned_bytes
 
     @property
     def num_reads(self) -> int:
@@ -75,7 +78,7 @@ class Stager:
         return self._num_reads
 
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call back when a stage ended by a read, by a refusal to queue one, or by `close`; on that thread, so be quick
+        """Call back when a stage ended by a read, by a refusal to begin one, or by `close`; on that thread, so be quick
         and do not raise. What `poll` ends it tells by its answer. Returns a call that ends the subscription."""
         self._listeners = [*self._listeners, callback]
 
@@ -120,19 +123,20 @@ class Stager:
         if closed:
             owner.close()
             return None
-        self._pump()
+        self._pump(JOBS_AT_ONCE)
         return stage
 
     def poll(self, stage: Stage) -> bool:
         """See `Stage.poll`."""
         reason: MissReason | None = None
-        if self._clock.now() >= stage._deadline:
+        if stage.is_over(self._clock.now()):
             reason = MissReason.TIMEOUT
         elif not all(source.is_available for source in list(stage._left)):
             reason = MissReason.TIER_DOWN
         if reason is not None:
             with self._lock:
                 self._cut(stage, reason)
+            self._pump(JOBS_AT_ONCE)
         return stage._done
 
     def close_stage(self, stage: Stage) -> None:
@@ -140,7 +144,7 @@ class Stager:
         with self._lock:
             self._cut(stage, None)
         stage._owner.close()
-        self._pump()
+        self._pump(JOBS_AT_ONCE)
 
     def close(self) -> None:
         """Begin nothing more and end every stage. The tiers' executors were closed first: what no thread has begun is
@@ -163,19 +167,11 @@ class Stager:
         if running:
             self._tell_listeners()
 
-    def _max_blocks_of(self, nbytes: int) -> int:
-        """How many blocks one stage may read: half the pool, so that one prompt never takes all of host memory."""
-        if nbytes not in self._max_blocks:
-            self._max_blocks[nbytes] = self._pool.capacity_slots(nbytes) // 2
-        return self._max_blocks[nbytes]
-
     def check_integrity(self) -> None:
         """Raises IntegrityError when reads, stages and the bytes under way disagree."""
         with self._lock:
             reads = list(self._reads.values())
-            nbytes = sum(read.nbytes for read in reads if not read.is_read)
-            if nbytes != self._inflight_bytes:
-                raise IntegrityError(f"staging: {self._inflight_bytes} bytes counted under way, {nbytes} are")
+            self._budget.check_integrity(reads)
             waiting = {(stage, index) for read in reads for stage, index in read.waiters}
             for stage in {stage for read in reads for stage, _ in read.waiters} | set(self._queue):
                 if not stage._done and any((stage, index) not in waiting for index in stage._pending):
@@ -183,25 +179,31 @@ class Stager:
 
     # ---- reads ---------------------------------------------------------------------------------------------------
 
-    def _pump(self) -> None:
-        """Begin as many reads as the budget allows."""
-        while reads := self._take():
-            self._submit(reads)
+    def _pump(self, max_jobs: int | None = None) -> None:
+        """Begin as many reads as the budget allows, in `max_jobs` jobs at most: the end of each pumps on."""
+        num_begun = 0
+        while (max_jobs is None or num_begun < max_jobs) and (reads := self._take()):
+            num_begun += self._submit(reads)  # one refused ends its stage, and pumps nothing on
 
     def _take(self) -> list[StageRead]:
         """The next blocks to read: one tier's, from one stage, a job's worth at most; empty when there are none now."""
+        reads: list[StageRead] = []
+        refused = False
         with self._lock:
-            while self._queue:
+            while self._queue and not reads:
                 stage = self._queue[0]
                 reads = self._take_from(stage)
                 if stage._next >= stage._end:
                     self._queue.popleft()
                     self._check_done(stage)
+                elif not reads and self._budget.is_lost:
+                    self._cut(stage, MissReason.TIER_DOWN)
+                    refused = True
                 elif not reads:
-                    return []  # the budget is used up
-                if reads:
-                    return reads
-        return []
+                    break  # the budget is used up
+        if refused:
+            self._tell_listeners()
+        return reads
 
     def _take_from(self, stage: Stage) -> list[StageRead]:
         reads: list[StageRead] = []
@@ -211,26 +213,30 @@ class Stager:
             under_way = self._reads.get(name)
             if under_way is not None:
                 under_way.waiters.append((stage, index))
+                under_way.num_live += 1
                 stage._pending.add(index)
             elif source is not None:
-                if (reads and reads[0].source is not source) or len(reads) * stage._nbytes >= READ_BYTES:
+                if len(reads) * max(stage._nbytes, READ_BYTES // READ_BLOCKS) >= READ_BYTES:
                     break
-                if self._inflight_bytes and self._inflight_bytes + stage._nbytes > self._max_inflight:
+                if (reads and reads[0].source is not source) or not self._budget.can_begin(stage._nbytes):
                     break
                 parent = stage._digests[index - 1] if index else stage._parent
-                read = StageRead(*name, parent, stage._nbytes, source, [(stage, index)])
+                read = StageRead(*name, parent, stage._nbytes, source, [(stage, index)], num_live=1)
                 self._reads[name] = read
-                self._inflight_bytes += read.nbytes
+                self._budget.begin(read)
                 stage._pending.add(index)
                 reads.append(read)
             stage._next += 1
         return reads
 
-    def _submit(self, reads: list[StageRead]) -> None:
-        if not reads[0].source.executor.try_submit(lambda: self._read(reads), urgent=True) and self._claim(reads):
+    def _submit(self, reads: list[StageRead]) -> bool:
+        if reads[0].source.executor.try_submit(lambda: self._read(reads), urgent=True):
+            return True
+        if self._claim(reads):
             for read in reads:
                 read.failure = MissReason.BACKLOG
             self._complete(reads)
+        return False
 
     def _claim(self, reads: Sequence[StageRead]) -> bool:
         """True for the one that is to end these reads of one job: its thread, or who learns that none will run it."""
@@ -245,6 +251,7 @@ class Stager:
         if not self._claim(reads):
             return
         try:
+            self._pump(JOBS_AT_ONCE)  # before it reads, so that the tier's other threads have work at once
             self._fill(reads)
         except BaseException:
             logger.exception("reading %d blocks from the %s tier failed", len(reads), reads[0].source.tier.name)
@@ -286,8 +293,7 @@ class Stager:
         ready: deque[StageRead] = deque()
         with self._lock:
             for read in reads:
-                read.is_read = True
-                self._inflight_bytes -= read.nbytes
+                self._budget.end(read)
                 parent = self._reads.get((read.namespace, read.parent)) if read.parent is not None else None
                 (parent.after if parent is not None else ready).append(read)
         ended = False
@@ -372,7 +378,7 @@ class Stager:
         return ended
 
     def _check_done(self, stage: Stage) -> bool:
-        if not stage._done and stage._next >= stage._end <= min(stage._pending, default=stage._end):
+        if not stage._done and stage._next >= stage._end <= stage.first_pending():
             self._finish(stage)
             return True
         return False
@@ -380,7 +386,7 @@ class Stager:
     def _cut(self, stage: Stage, reason: MissReason | None) -> None:
         """End it before its blocks came; what came of the prefix stays."""
         if not stage._done:
-            stage._end = min(chain(stage._pending, [stage._next, stage._end]))
+            stage._end = min(stage.first_pending(), stage._end)
             stage._miss = reason or stage._miss
             self._finish(stage)
 
@@ -389,3 +395,5 @@ class Stager:
         stage._ended_at = self._clock.now()
         if stage in self._queue:
             self._queue.remove(stage)
+        for index in stage._pending:
+            self._budget.leave(self._reads[stage._namespace, stage._digests[index]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,9 +48,10 @@ class Lookup:
 class Store:
     """Owns the host pool and the tiers of one process. Opened once, shared by the spaces of several layouts.
 
-    Calls decide in memory and return at once; lower tiers do their I/O on threads of their own. Opening, `reset`,
-    `flush` and `close` may wait for a lower tier, each within a bound. Calls may come from any thread. A store opened
-    before a fork refuses to be used in the child, where its threads and locks would be dead copies.
+    Calls decide in memory and return at once; lower tiers do their I/O on threads of their own. `reset`, `flush` and
+    `close` may wait for a lower tier, each within a bound; opening takes as long as the device does. Calls may come
+    from any thread. A store opened before a fork refuses to be used in the child, where its threads and locks would be
+    dead copies.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Store:
         self._settings = settings
         self._counters = StoreCounters()
         self._closed = False
+        self._resetting = threading.Lock()  # one after the other: each tier is told every epoch in turn
         self._clock = clock or MonotonicClock()
         disk = open_disk(settings.disk, self._clock, disk_files) if settings.disk.path else None
         try:
@@ -155,16 +158,17 @@ class Store:
         safe even then: it asks under the new epoch.
         """
         self.check_usable()
-        self._epoch += 1
-        with self._counters.lock:
-            self._counters.resets += 1
-        forgotten = sum(self._host.reset(namespace) for namespace in self._host.namespaces())
-        failures: list[TierError] = []
-        for lower in self._lower:
-            try:
-                lower.start_epoch(self._epoch)
-            except TierError as error:
-                failures.append(error)
+        with self._resetting:
+            self._epoch += 1
+            with self._counters.lock:
+                self._counters.resets += 1
+            forgotten = sum(self._host.reset(namespace) for namespace in self._host.namespaces())
+            failures: list[TierError] = []
+            for lower in self._lower:
+                try:
+                    lower.start_epoch(self._epoch)
+                except TierError as error:
+                    failures.append(error)
         if failures:
             raise failures[0]
         return forgotten

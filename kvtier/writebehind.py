@@ -28,18 +28,23 @@ MAX_NOTED = 1 << 16  # dropped blocks, and uses of blocks, that are remembered: 
 
 ENQUEUED_AT_ONCE = 16  # blocks by which the bound can be passed
 
+NOTED_AT_ONCE = 1024  # uses of a prompt's blocks, under one hold of the lock: about a millisecond
+MAX_LATER = 64  # prompts of which the rest is to be noted; beyond, the oldest is forgotten
+
 NO_ROOM = frozenset({DropReason.BACKLOG, DropReason.ORPHAN})
+NOT_AGAIN = frozenset({DropReason.ALREADY_STORED, DropReason.EVICTED, DropReason.CLOSED, DropReason.RESET})
 
 OUTCOME_TO_REASON = {
     WriteOutcome.ALREADY_STORED: DropReason.ALREADY_STORED,
     WriteOutcome.FULL: DropReason.TIER_FULL,
     WriteOutcome.ERROR: DropReason.TIER_ERROR,
+    WriteOutcome.WITHDRAWN: DropReason.RESET,
     WriteOutcome.REFUSED: DropReason.TIER_DOWN,
 }
 
 
 # A block that was dropped is remembered as bytes, its reason's place in this list and its parent's key: the collector
-# would walk 65,000 objects at every full collection, on the engine's thread.
+# would walk 65,000 objects on the engine's thread.
 _REASONS = list(DropReason)
 
 
@@ -66,10 +71,11 @@ class WriteBehind:
     nobody could reach. What was dropped for a passing reason is due again when a prompt next uses it, or at a flush.
 
     `offer` and `note_use` never block and are for the engine's thread; jobs run on the tier's executor, which does
-    reads first.
+    reads first. A job whose successor the executor refuses goes on itself; where none runs, the next offer or use asks
+    again.
 
-    Mutable state: `_queue`, `_queued_bytes`, `_num_jobs`, `_num_running`, `_dropped`, `_uses`, `_closed`, guarded by
-    `_changed`, a leaf: nothing is called under it.
+    Mutable state: `_queue`, `_queued_bytes`, `_num_jobs`, `_num_running`, `_num_resets`, `_dropped`, `_uses`, `_later`,
+    `_is_noting`, `_closed`, guarded by `_changed`, a leaf: nothing is called under it.
     """
 
     def __init__(
@@ -98,6 +104,9 @@ class WriteBehind:
         self._queued_bytes = 0
         self._num_jobs = 0
         self._num_running = 0
+        self._num_resets = 0
+        self._later: deque[tuple[bytes, Sequence[BlockDigest], BlockDigest]] = deque(maxlen=MAX_LATER)
+        self._is_noting = False
         self._dropped: OrderedDict[Key, bytes] = OrderedDict()
         self._uses: OrderedDict[Key, int] = OrderedDict()
         self._closed = False
@@ -120,9 +129,35 @@ class WriteBehind:
         self._make_due(due)
 
     def note_use(self, namespace: bytes, digests: Sequence[BlockDigest], parent: BlockDigest | None) -> None:
-        """A prompt used these blocks, wherever they were; `parent` comes before the first."""
+        """A prompt used these blocks, wherever they were; `parent` comes before the first. Of a long prompt the tier's
+        thread notes the rest, if it comes to that."""
+        if self._queue and not self._num_jobs:  # the executor refused the last time
+            self._start_jobs()
         if self._closed or (self._min_uses == 1 and not self._dropped):
             return
+        self._note_use(namespace, digests[:NOTED_AT_ONCE], parent)
+        if len(digests) <= NOTED_AT_ONCE:
+            return
+        with self._changed:
+            self._later.append((namespace, digests[NOTED_AT_ONCE:MAX_NOTED], digests[NOTED_AT_ONCE - 1]))
+            starts, self._is_noting = not self._is_noting, True
+        if starts and not self._executor.try_submit(self._note_later, urgent=False):
+            with self._changed:
+                self._is_noting = False  # a later prompt may have it noted
+
+    def _note_later(self) -> None:
+        """On a thread of the tier, a stretch at a time: the engine's thread waits for the same lock."""
+        while True:
+            with self._changed:
+                self._is_noting = len(self._later) > 0 and not self._closed
+                if not self._is_noting:
+                    return
+                namespace, digests, parent = self._later.popleft()
+            for start in range(0, len(digests), NOTED_AT_ONCE):
+                above = digests[start - 1] if start else parent
+                self._note_use(namespace, digests[start : start + NOTED_AT_ONCE], above)
+
+    def _note_use(self, namespace: bytes, digests: Sequence[BlockDigest], parent: BlockDigest | None) -> None:
         keys = [make_key(namespace, digest) for digest in digests]
         before = [None if parent is None else make_key(namespace, parent), *keys]
         blocks = list(zip(keys, before, strict=False))
@@ -137,12 +172,12 @@ class WriteBehind:
     def flush(self, timeout: float) -> int:
         """Block until everything due is written, at most `timeout` seconds, trying again what was dropped and is still
         in host memory. Returns how many blocks are not written. Not for the engine's step."""
-        deadline = self._clock.now() + timeout
-        tried: set[Key] = set()
+        begun_at, tried = self._clock.now(), set[Key]()
         while True:
             again = self._enqueue_dropped(tried)
             self._start_jobs()
-            left = deadline - self._clock.now()
+            elapsed = self._clock.now() - begun_at
+            left = timeout - elapsed if elapsed >= 0 else 0.0  # a clock that went back tells no time
             with self._changed:
                 done = self._closed or not (self._queue or self._num_jobs or again)
                 if not done and left > 0 and (self._queue or self._num_jobs):
@@ -168,18 +203,26 @@ class WriteBehind:
             num_queued += self._enqueue(blocks)
         return num_queued
 
+    def reset(self) -> None:
+        """Drop what is queued, and forget what was dropped and used: its blocks are of before. What is being written
+        is the tier's to withdraw."""
+        with self._changed:
+            self._num_resets += 1
+            self._dropped.clear()
+            self._uses.clear()
+            self._later.clear()
+            left = self._take_queue()
+            self._changed.notify_all()
+        self._give_up(left, DropReason.RESET)
+
     def close(self) -> None:
         """Drop what is queued. The executor was closed first; blocks that a stuck thread writes stay leased."""
         self._unsubscribe()
         with self._changed:
             self._closed = True
-            left = list(self._queue)
-            self._queue.clear()
-            self._queued_bytes -= sum(block.nbytes for block in left)
+            left = self._take_queue()
             stuck = self._num_running
-        self.ledger.add_dropped(DropReason.CLOSED, len(left))
-        for block in left:
-            block.lease.release()
+        self._give_up(left, DropReason.CLOSED)
         if not stuck:
             self._owner.close()
 
@@ -210,9 +253,11 @@ class WriteBehind:
                 self._uses.popitem(last=False)
         return due[::-1]
 
-    def _note_held(self, keys: Sequence[Key]) -> None:
+    def _note_held(self, keys: Sequence[Key], num_resets: int | None = None) -> None:
         """The tier holds them, whatever was dropped: no use makes them due, unless they come from elsewhere."""
         with self._changed:
+            if num_resets is not None and num_resets != self._num_resets:
+                return
             for key in keys:
                 self._dropped.pop(key, None)
                 if self._min_uses > 1:
@@ -229,6 +274,7 @@ class WriteBehind:
 
     def _enqueue(self, blocks: Sequence[tuple[Key, Key | None]]) -> int:
         """How many were queued."""
+        num_resets = self._num_resets
         wanted: list[tuple[Key, Key | None]] = []
         for (key, parent), reason in zip(blocks, self._why_not(blocks), strict=True):
             if reason is None:
@@ -244,14 +290,24 @@ class WriteBehind:
         found = [_Pending(*block, *lease) for block, lease in zip(wanted, held, strict=True) if lease is not None]
         self.ledger.add_dropped(DropReason.EVICTED, len(wanted) - len(found))
         with self._changed:
-            if not self._closed:
+            if not self._closed and num_resets == self._num_resets:
                 self._queue.extend(found)
                 self._queued_bytes += sum(block.nbytes for block in found)
                 return len(found)
-        self.ledger.add_dropped(DropReason.CLOSED, len(found))
-        for block in found:
-            block.lease.release()
+        self._give_up(found, DropReason.CLOSED if self._closed else DropReason.RESET)
         return 0
+
+    def _take_queue(self) -> list[_Pending]:
+        """All of it, under the lock."""
+        left = list(self._queue)
+        self._queue.clear()
+        self._queued_bytes -= sum(block.nbytes for block in left)
+        return left
+
+    def _give_up(self, blocks: Sequence[_Pending], reason: DropReason) -> None:
+        self.ledger.add_dropped(reason, len(blocks))
+        for block in blocks:
+            block.lease.release()
 
     def _why_not(self, blocks: Sequence[tuple[Key, Key | None]]) -> list[DropReason | None]:
         """Why each block cannot be queued; None for one that can."""
@@ -267,12 +323,14 @@ class WriteBehind:
                     gone.add(key)
         return reasons
 
-    def _drop(self, key: Key, parent: Key | None, reason: DropReason) -> None:
-        """Count it; remember it if it can be written later."""
+    def _drop(self, key: Key, parent: Key | None, reason: DropReason, num_resets: int | None = None) -> None:
+        """Count it; remember it if it can be written later, and was not reset since `num_resets`."""
         self.ledger.add_dropped(reason, 1)
-        if reason in (DropReason.ALREADY_STORED, DropReason.EVICTED, DropReason.CLOSED):
+        if reason in NOT_AGAIN:
             return
         with self._changed:
+            if num_resets is not None and num_resets != self._num_resets:
+                return
             self._dropped[key] = _pack_dropped(reason, parent)
             while len(self._dropped) > MAX_NOTED:
                 self._dropped.popitem(last=False)
@@ -288,23 +346,28 @@ class WriteBehind:
                 with self._changed:
                     self._num_jobs -= 1
                     self._changed.notify_all()
-                return  # what is queued waits for the next offer, or for a job that runs
+                return  # what is queued waits for the next offer or use, or for a job that runs
 
     def _run(self) -> None:
-        """One job, on a thread of the tier: may block for as long as the device does."""
-        batch = self._take()
-        try:
-            if batch:
-                self._write(batch)
-        finally:
-            with self._changed:
-                self._queued_bytes -= sum(block.nbytes for block in batch)
-                self._num_jobs -= 1
-                self._num_running -= 1
-                self._changed.notify_all()
-            self._start_jobs()
+        """One job, on a thread of the tier: may block for as long as the device does. Reads that wait go between two
+        batches, unless the executor takes no job."""
+        while True:
+            batch, num_resets = self._take()
+            try:
+                if batch:
+                    self._write(batch, num_resets)
+            finally:
+                with self._changed:
+                    self._queued_bytes -= sum(block.nbytes for block in batch)
+                    self._num_running -= 1
+                    goes_on = len(self._queue) > 0
+                    self._num_jobs -= not goes_on
+                    self._changed.notify_all()
+            if not goes_on or self._executor.try_submit(self._run, urgent=False):
+                self._start_jobs()
+                return
 
-    def _take(self) -> list[_Pending]:
+    def _take(self) -> tuple[list[_Pending], int]:
         batch: list[_Pending] = []
         nbytes = 0
         with self._changed:
@@ -312,9 +375,9 @@ class WriteBehind:
                 batch.append(self._queue.popleft())
                 nbytes += batch[-1].nbytes
             self._num_running += 1
-        return batch
+            return batch, self._num_resets
 
-    def _write(self, batch: Sequence[_Pending]) -> None:
+    def _write(self, batch: Sequence[_Pending], num_resets: int) -> None:
         try:
             requests = [WriteRequest(block.key, block.parent, block.lease.view[: block.nbytes]) for block in batch]
             outcomes = self._tier.write(requests)
@@ -329,7 +392,7 @@ class WriteBehind:
             if outcome is WriteOutcome.STORED:
                 self.ledger.add_stored(1)
             else:
-                self._drop(block.key, block.parent, OUTCOME_TO_REASON.get(outcome, DropReason.TIER_ERROR))
+                self._drop(block.key, block.parent, OUTCOME_TO_REASON.get(outcome, DropReason.TIER_ERROR), num_resets)
             if outcome in (WriteOutcome.STORED, WriteOutcome.ALREADY_STORED):
                 written.append(block.key)
-        self._note_held(written)
+        self._note_held(written, num_resets)

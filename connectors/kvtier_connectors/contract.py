@@ -281,10 +281,12 @@ class ConnectorScheduler(ABC):
         """The request ended: finished, failed or aborted. Idempotent. Its copies under way end on their own."""
 
     @abstractmethod
-    def reset(self) -> None:
+    def reset(self) -> bool:
         """Forget all KV, here and in every tier: the engine forgets its own too. Copies under way come to nothing.
 
-        Between steps: waits, within a bound, for lower tiers to remember it.
+        False when a tier could not make sure of it, which is logged: nothing is stored or restored from then on, until
+        a reset succeeds, but a later process might find KV of before. Between steps: waits, within a bound, for lower
+        tiers.
         """
 
     @abstractmethod

@@ -194,8 +194,8 @@ class KVTierScheduler(ConnectorScheduler):
         if request is not None and request.arrival is not None:
             request.arrival.stage.close()
 
-    @hook(lambda: None)
-    def reset(self) -> None:
+    @hook(lambda: False)
+    def reset(self) -> bool:
         self._landings.void()
         self._stores.reset()
         # If the store cannot forget, both stay off: no KV is better than that of before.
@@ -203,6 +203,7 @@ class KVTierScheduler(ConnectorScheduler):
         self._store.reset()
         self._restore_enabled, self._stores.enabled = self._settings.restore.enabled, True
         self._epoch_digest = self._space.digest
+        return True
 
     @hook(lambda: None)
     def close(self) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvtier.clock import Clock, MonotonicClock
 from kvtier.config import Settings
-from kvtier.errors import ClosedError, LayoutError, TokenError
+from kvtier.errors import ClosedError, LayoutError, TierError, TokenError
 from kvtier.executor import Executor
 from kvtier.keys import BlockDigest, Extras, Namespace, digest_tokens
 from kvtier.metrics import StatsSnapshot
@@ -197,13 +197,17 @@ class Engine:
     def reset_cache(self) -> None:
         """Forget all KV in the pool and in every tier, as after new weights.
 
-        Raises RequestError while requests live.
+        Raises RequestError while requests live, and TierError when a tier could not make sure of it: then kvtier is off
+        in this engine until a reset succeeds, and a later process might find KV of before.
         """
         if self.num_unfinished:
             raise RequestError(f"{self.num_unfinished} requests are unfinished; abort or finish them before a reset")
         self.pool.reset_cache()
-        if self.connector is not None:
-            self.connector.scheduler.reset()
+        if self.connector is not None and not self.connector.scheduler.reset():
+            raise TierError(
+                "the reset did not reach every tier (the log says why): kvtier is off in this engine until a reset "
+                "succeeds, and a process started later might find KV of before; reset again before that"
+            )
 
     def flush(self, timeout: float) -> int:
         """Store every full block that the pool caches, down to the lowest tier; how many blocks are not. Between steps;

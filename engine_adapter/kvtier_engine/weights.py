@@ -34,7 +34,11 @@ def default_model_dir() -> Path:
     return _model_dir(_find_gguf())
 
 
-def ensure_default_model(progress: Progress) -> Path:
+def _say_nothing(text: str) -> None:
+    del text
+
+
+def ensure_default_model(progress: Progress = _say_nothing) -> Path:
     """The directory of the default model, ready for `HFRunner.load`; converts it first if this user never has.
 
     The conversion takes about half a minute, 1 GB of memory and 272 MB of disk, and says so through `progress`; while

@@ -44,6 +44,10 @@ class Fault(StrEnum):
     """ENOSPC."""
     NO_DIRECT = "no_direct"
     """EINVAL from an open for direct I/O."""
+    NO_DESCRIPTOR = "no_descriptor"
+    """EMFILE from an open."""
+    STUCK = "stuck"
+    """EBUSY from an unlink."""
     SLOW = "slow"
     """The call of read or write begins with `pause`."""
 
@@ -119,7 +123,14 @@ class FaultyFiles(Files):
     def open(self, name: str, flags: int, directory: int) -> int:
         if flags & os.O_DIRECT and self._strikes(Fault.NO_DIRECT, directory, name):
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        if self._strikes(Fault.NO_DESCRIPTOR, directory, name):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return super().open(name, flags, directory)
+
+    def unlink(self, name: str, directory: int) -> None:
+        if self._strikes(Fault.STUCK, directory, name):
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        super().unlink(name, directory)
 
     def allocate(self, fd: int, nbytes: int) -> None:
         self._fail(Fault.FULL_ON_ALLOCATE, fd, errno.ENOSPC)

@@ -39,6 +39,8 @@ class WriteOutcome(StrEnum):
     """No room could be made; nothing changed for this block."""
     ERROR = "error"
     """The tier failed; the key is not readable with other bytes than these."""
+    WITHDRAWN = "withdrawn"
+    """It was removed, or the tier was reset, while it was being written: it is not readable."""
     REFUSED = "refused"
     """The tier was not asked: it is sick, and its breaker is open."""
 

@@ -20,6 +20,8 @@ __all__ = ["GuardedTier"]
 
 logger = logging.getLogger("kvtier.tiers")
 
+_KNOWN_BY_HEART = (WriteOutcome.ALREADY_STORED, WriteOutcome.WITHDRAWN)
+
 _Request = TypeVar("_Request", ReadRequest, WriteRequest)
 _Outcome = TypeVar("_Outcome", ReadOutcome, WriteOutcome)
 
@@ -40,10 +42,10 @@ class GuardedTier(TierWrapper):
 
     What counts as a failure of the device: an exception, any block that ended in ERROR, and a call that took longer
     than `timeout_s`. Anything else is an answer, a miss and a full tier too, but for a write of blocks that were all
-    stored before: a tier knows that by heart, and a hung device would pass its probe by it. A call that is still under
-    way after `timeout_s` is found when someone looks (`is_available`, `num_overdue` or another call) and opens the
-    breaker at once; nothing can end it, so its thread stays away until the device lets it go. When it comes back well
-    after all, the breaker asks the device soon.
+    stored before or withdrawn: a tier knows that by heart, and a hung device would pass its probe by it. A call that
+    is still under way after `timeout_s` is found when someone looks (`is_available`, `num_overdue` or another call)
+    and opens the breaker at once; nothing can end it, so its thread stays away until the device lets it go. When it
+    comes back well after all, the breaker asks the device soon.
 
     Raises ClosedError and ForkedError of the tier, which are no sickness, and nothing else from reads, writes and
     `contains`. Adds no waiting of its own: whatever blocks is the tier.
@@ -152,7 +154,10 @@ class GuardedTier(TierWrapper):
         if not self._calls:
             return 0
         with self._lock:
-            late_start = self._clock.now() - self._timeout_s
+            now = self._clock.now()
+            late_start = now - self._timeout_s
+            for call in self._calls.values():
+                call.start = min(call.start, now)  # the clock went back: not to wait until the old time comes again
             overdue = [call for call in self._calls.values() if call.start < late_start]
             new = [call for call in overdue if not call.tripped]
             for call in new:
@@ -185,4 +190,4 @@ def _verdict(outcomes: Sequence[_Outcome], failed: _Outcome) -> bool | None:
     """Whether the device did well; None when nothing was learnt of it."""
     if failed in outcomes:
         return False
-    return None if all(outcome is WriteOutcome.ALREADY_STORED for outcome in outcomes) else True
+    return None if all(outcome in _KNOWN_BY_HEART for outcome in outcomes) else True

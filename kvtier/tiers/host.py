@@ -179,13 +179,9 @@ class HostTier(Tier):
                 outcomes.append(filled)
                 if filled:
                     self._commit_one(reservation)
-                    parent = reservation.parent
-                    keys.append(
-                        (
-                            make_key(reservation.namespace, reservation.digest),
-                            None if parent is None else make_key(reservation.namespace, parent),
-                        )
-                    )
+                    space, parent = reservation.namespace, reservation.parent
+                    above = None if parent is None else make_key(space, parent)
+                    keys.append((make_key(space, reservation.digest), above))
         try:
             if keys:
                 for callback in self._on_commit:
@@ -314,6 +310,9 @@ class HostTier(Tier):
 
     def _victims(self, nbytes: int) -> list[int]:
         """The next block of the same size class to go; where there is none, all of another class's least used slab."""
+        if released := self._pool.take_released():
+            for each in self._policies.values():
+                each.released(released)
         policy = self._policies.get(self._pool.slot_bytes(nbytes))
         victim = policy.victim(self._pool.can_evict) if policy is not None else None
         return [victim] if victim is not None else self._pool.slab_to_reclaim(nbytes)

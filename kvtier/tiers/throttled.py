@@ -27,10 +27,10 @@ class ThrottledTier(TierWrapper):
     any t seconds at most `bytes_per_second * (t + BURST_S)` bytes and one batch begin to be written. Blocks that the
     tier did not write (already stored, full, refused) cost nothing in the end.
 
-    A write waits on its own thread, before the tier within is called, at most MAX_WAIT_S, and not after `close`. So
-    this goes around a `GuardedTier`, whose time limit would count the waiting otherwise.
+    A write waits on its own thread, before the tier within is called, at most MAX_WAIT_S, and not after `stop_waiting`
+    or `close`. So this goes around a `GuardedTier`, whose time limit would count the waiting otherwise.
 
-    wait: called with seconds, by default one that ends when the tier is closed.
+    wait: called with seconds, by default one that `stop_waiting` ends.
     Mutable state: `_tokens`, `_filled_at`, guarded by `_lock`, which is not held while waiting.
     """
 
@@ -42,24 +42,28 @@ class ThrottledTier(TierWrapper):
             raise ConfigError(f"a throttle needs a rate of more than 0 bytes a second, not {bytes_per_second:g}")
         self._rate = bytes_per_second
         self._clock = clock
-        self._closed = threading.Event()
-        self._wait = self._closed.wait if wait is None else wait
+        self._stopped = threading.Event()
+        self._wait = self._stopped.wait if wait is None else wait
         self._lock = threading.Lock()
         self._tokens = bytes_per_second * BURST_S  # bytes; negative: written and not paid for
         self._filled_at = clock.now()
 
     def write(self, requests: Sequence[WriteRequest]) -> list[WriteOutcome]:
         delay = self._take(sum(len(request.buffer) for request in requests))
-        if delay > 0 and not self._closed.is_set():
+        if delay > 0 and not self._stopped.is_set():
             self._wait(delay)
         outcomes = self._inner.write(requests)
         unwritten = [r for r, outcome in zip(requests, outcomes, strict=False) if outcome not in _WRITTEN]
         self._give_back(sum(len(request.buffer) for request in unwritten))
         return outcomes
 
+    def stop_waiting(self) -> None:
+        """End every wait, now and later: for whoever is about to close the executor, which waits for the threads."""
+        self._stopped.set()
+
     def close(self) -> None:
         """Ends every wait; what waited meets a closed tier."""
-        self._closed.set()
+        self.stop_waiting()
         super().close()
 
     def _take(self, nbytes: int) -> float:

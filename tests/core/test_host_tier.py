@@ -1013,6 +1013,45 @@ def test_reads_of_a_batch_are_misses_or_right_while_blocks_come_and_go() -> None
     harness.close()
 
 
+def test_leased_blocks_cost_one_look_each_however_many_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Harness(64, 64)
+    looks: list[int] = []
+    can_evict = harness.pool.can_evict
+
+    def counting(slot: int) -> bool:
+        looks.append(slot)
+        return can_evict(slot)
+
+    for number in range(64):
+        harness.store(number)
+    leases = [harness.lease(number)[0] for number in range(40)]
+    for number in range(40, 64):  # so that the leased ones are the least recently used
+        harness.lease(number)[0].release()
+    with monkeypatch.context() as patch:
+        patch.setattr(harness.pool, "can_evict", counting)
+        for number in range(100, 124):
+            harness.store(number)
+    assert len(looks) <= 40 + 24
+    assert harness.held(*range(64)) == [True] * 40 + [False] * 24
+    for lease in leases[10:20]:
+        lease.release()
+    for number in range(200, 210):
+        harness.store(number)
+    assert harness.held(*range(40)) == [True] * 10 + [False] * 10 + [True] * 20
+    harness.close()
+
+
+def test_a_lease_that_ends_while_everything_is_leased_makes_room(four: Harness) -> None:
+    for number in range(4):
+        four.store(number)
+    leases = four.lease(0) + four.lease(1) + four.lease(2) + four.lease(3)
+    assert four.try_reserve(9) is DropReason.HOST_FULL
+    four.tier.check_integrity()
+    leases[2].release()
+    four.store(9)
+    assert four.held(0, 1, 2, 3, 9) == [True, True, False, True, True]
+
+
 def test_another_policy_may_be_given() -> None:
     pool = HostPool(PoolMemory(2 * PAGE_BYTES, touch=False), PAGE_BYTES)
     made: list[TailsFirstLRU] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,11 @@ from kvtier import lower as lower_module
 from kvtier.config import DiskSettings, load_settings
 from kvtier.errors import ConfigError, TierError
 from kvtier.executor import ThreadExecutor
-from kvtier.keys import BlockDigest, make_key
+from kvtier.keys import BlockDigest, Key, make_key
 from kvtier.lower import LowerTier, open_disk
 from kvtier.memory import PAGE_BYTES, PoolMemory
 from kvtier.pool import HostPool
+from kvtier.reasons import DropReason
 from kvtier.testing import FakeClock, ManualExecutor
 from kvtier.testing.files import Fault, FaultyFiles
 from kvtier.tiers.base import ReadOutcome, ReadRequest, WriteOutcome, WriteRequest
@@ -259,6 +260,56 @@ def test_an_epoch_that_no_thread_begins_is_an_error_in_time(
         harness.lower.start_epoch(2)
 
 
+def test_a_reset_drops_what_is_queued(make: Callable[..., Harness]) -> None:
+    harness = make(threads=True)
+    harness.files.hold("write")
+    harness.put(*range(4))
+    harness.files.wait_stalled()
+    harness.files.heal()
+    harness.lower.start_epoch(1)
+    assert harness.lower.flush(20.0) == 0
+    ledger = harness.lower.stats().ledger
+    assert set(ledger.dropped) <= {DropReason.RESET}
+    assert ledger.due == ledger.stored + sum(ledger.dropped.values()) == 4
+    assert not any(harness.lower.holds(SPACE, name(number)) for number in range(4))
+    assert harness.lower.stats().available == 1, "a reset is no failure of the device"
+
+
+def test_a_reset_that_meets_a_close_ends_with_it(make: Callable[..., Harness]) -> None:
+    harness = make()
+    ended = threading.Event()
+
+    def reset() -> None:
+        with pytest.raises(TierError, match="did not remember"):
+            harness.lower.start_epoch(1)
+        ended.set()
+
+    resetting = in_thread(reset)
+    harness.lower.close(0.0)
+    assert ended.wait(LATE_S)
+    resetting.join()
+
+
+# ---- uses ------------------------------------------------------------------------------------------------------------
+
+
+def test_uses_wait_as_one_job_and_the_oldest_are_forgotten(make: Callable[..., Harness]) -> None:
+    harness = make()
+    harness.put(1, 2)
+    harness.jobs.run_all()
+    touched: list[Sequence[Key]] = []
+    harness.lower.tier.touch = touched.append  # type: ignore[method-assign,assignment]
+    for _ in range(1000):
+        harness.lower.note_use(SPACE, [name(1)], None)
+    harness.lower.note_use(SPACE, [name(2)], None)
+    assert len(harness.jobs) == 1
+    harness.jobs.run_all()
+    assert len(touched) == lower_module.MAX_TOUCHES
+    assert touched[-1] == [make_key(SPACE, name(2))]
+    harness.lower.note_use(SPACE, [name(1)], None)
+    assert len(harness.jobs) == 1
+
+
 # ---- ends ------------------------------------------------------------------------------------------------------------
 
 
@@ -289,6 +340,27 @@ def test_what_is_queued_at_close_is_dropped_and_counted(make: Callable[..., Harn
     harness.put(3)
     assert harness.lower.stats().ledger.due == 2
     harness.lower.close(0.0)
+
+
+def test_a_device_that_hangs_at_close_is_left_behind_in_time(
+    make: Callable[..., Harness], caplog: pytest.LogCaptureFixture
+) -> None:
+    harness = make(threads=True)
+    harness.put(1)
+    assert harness.lower.flush(20.0) == 0
+    harness.files.hold("write")  # the open segment's footer is to be written
+    begun = time.monotonic()
+    harness.lower.close(0.1)
+    assert time.monotonic() - begun < LATE_S
+    assert "the disk tier was not closed within 0.1 s: its device hangs" in caplog.messages
+
+
+def test_a_rate_holds_up_no_close(make: Callable[..., Harness]) -> None:
+    harness = make(threads=True, max_write_rate=1)
+    harness.put(1, 2, 3, 4)
+    begun = time.monotonic()
+    harness.lower.close(20.0)
+    assert time.monotonic() - begun < LATE_S
 
 
 def test_a_directory_that_cannot_be_used_is_an_error_of_its_setting(tmp_path: Path) -> None:

@@ -65,14 +65,55 @@ def test_a_use_of_the_prefix_alone_does_not_save_the_tail() -> None:
     assert drain(policy) == [1, 2, 0]
 
 
-def test_asking_for_a_victim_changes_nothing() -> None:
+def test_asking_for_a_victim_changes_no_order() -> None:
     policy = TailsFirstLRU()
     chain(policy, 0)
     chain(policy, 1)
     assert [policy.victim(lambda slot: slot != 0) for _ in range(3)] == [1, 1, 1]
     assert policy.victim(lambda slot: False) is None
+    policy.check_integrity({0, 1})
+    policy.released([1, 0, 7])
     assert [policy.victim(anything) for _ in range(3)] == [0, 0, 0]
     policy.check_integrity({0, 1})
+
+
+def test_a_leased_leaf_is_asked_about_once_until_it_is_released() -> None:
+    policy = TailsFirstLRU()
+    for slot in range(100):
+        policy.insert(slot, NO_PARENT)
+    asked: list[int] = []
+
+    def is_late(slot: int) -> bool:
+        asked.append(slot)
+        return slot >= 90
+
+    for expected in range(90, 100):
+        assert policy.victim(is_late) == expected
+        policy.remove(expected)
+    assert len(asked) == 90 + 10
+    policy.touch([5, 6])
+    assert policy.victim(is_late) is None
+    assert len(asked) == 100
+    policy.released([5, 40])
+    assert drain(policy) == [40, 5], "by their last use"
+    policy.check_integrity(set(range(90)) - {5, 40})
+
+
+def test_what_is_set_aside_may_go_or_get_a_child_meanwhile() -> None:
+    policy = TailsFirstLRU()
+    for slot in range(3):
+        policy.insert(slot, NO_PARENT)
+    assert policy.victim(lambda slot: False) is None
+    policy.insert(3, 0)
+    policy.remove(1)
+    policy.insert(1, NO_PARENT)
+    policy.check_integrity({0, 1, 2, 3})
+    assert policy.victim(anything) == 3
+    policy.released([0])
+    policy.check_integrity({0, 1, 2, 3})
+    assert drain(policy) == [3, 0, 1], "2 is still leased"
+    policy.released([0, 1, 2])
+    assert drain(policy) == [2]
 
 
 def test_while_every_leaf_is_leased_nothing_goes() -> None:
@@ -147,6 +188,7 @@ class PolicyMachine(RuleBasedStateMachine):
         self.life: dict[int, int] = {}  # resident slot to the serial number of its block
         self.parent: dict[int, int | None] = {}  # block to parent block
         self.used: dict[int, int] = {}  # block to last use
+        self.refused: set[int] = set()  # by the last answer of `can_evict`
         self.now = 0
         self.serial = 0
 
@@ -184,7 +226,14 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule(leased=st.sets(SLOTS))
     def evict(self, leased: set[int]) -> None:
-        found = self.policy.victim(lambda slot: slot not in leased)
+        self.policy.released(sorted(self.refused - leased))
+        self.refused &= leased
+
+        def can_evict(slot: int) -> bool:
+            self.refused |= {slot} & leased
+            return slot not in leased
+
+        found = self.policy.victim(can_evict)
         free = [slot for slot in self.leaves() if slot not in leased]
         expected = min(free, key=lambda slot: self.used[self.life[slot]], default=None)
         assert found == expected
@@ -196,7 +245,13 @@ class PolicyMachine(RuleBasedStateMachine):
     def orders_exactly_the_resident(self) -> None:
         self.policy.check_integrity(set(self.life))
 
+    @rule(slots=st.sets(SLOTS))
+    def release_more_than_was_refused(self, slots: set[int]) -> None:
+        self.policy.released(sorted(slots))
+        self.refused -= slots
+
     def teardown(self) -> None:
+        self.policy.released(range(12))
         while (slot := self.policy.victim(anything)) is not None:
             block = self.life.pop(slot)
             assert block not in {self.parent[other] for other in self.life.values()}, "a prefix went before its tail"

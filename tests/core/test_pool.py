@@ -141,6 +141,26 @@ def test_the_end_of_a_lease_is_told_outside_the_pools_lock(pool: HostPool) -> No
     assert used == [0, 0]
 
 
+def test_a_slot_that_could_not_be_evicted_is_told_once_when_its_last_lease_ends(pool: HostPool) -> None:
+    owner = pool.owner("test")
+    watched, other = (allocate(pool, 100, owner, resident=True) for _ in range(2))
+    second = pool.lease(watched.slot, owner)
+    assert not pool.can_evict(watched.slot)
+    assert not pool.can_evict(watched.slot)
+    other.release()
+    watched.release()
+    assert pool.take_released() == []
+    second.release()
+    assert (pool.take_released(), pool.take_released()) == ([watched.slot], [])
+    pool.lease(watched.slot, owner)
+    assert not pool.can_evict(watched.slot)
+    owner.close()
+    assert pool.take_released() == [watched.slot]
+    assert pool.can_evict(watched.slot)
+    pool.lease(watched.slot, pool.owner("unwatched")).release()
+    assert pool.take_released() == []
+
+
 def test_a_closed_pool_refuses_and_its_leases_are_void() -> None:
     pool = make_pool(32 * KIB, 8 * KIB)
     owner = pool.owner("test")

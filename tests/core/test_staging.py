@@ -180,7 +180,8 @@ class Harness:
     def check(self) -> None:
         self.stager.check_integrity()
         self.host.check_integrity()
-        assert self.stager.inflight_bytes <= max(self.max_inflight, 1) * PAGE_BYTES
+        assert self.stager._budget.live_bytes <= max(self.max_inflight, 1) * PAGE_BYTES
+        assert self.stager.inflight_bytes <= max(2 * self.max_inflight, 1) * PAGE_BYTES
         for space, digest, *_, state in list(self.host._index.items()):
             if state is BlockState.COMMITTED:
                 assert self.read_host(number_of(digest), space) == content(space, number_of(digest))
@@ -214,6 +215,7 @@ class Harness:
 @pytest.fixture(autouse=True)
 def one_block_a_job(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     monkeypatch.setattr(staging_module, "READ_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(staging_module, "JOBS_AT_ONCE", 100)
     yield
     caplog.get_records("call").clear()  # tracebacks in them hold views of the pool
 
@@ -496,6 +498,13 @@ def test_at_its_deadline_a_stage_ends_with_what_came_and_the_rest_is_committed_l
     assert (stage.num_end, stage.miss) == (1, MissReason.TIMEOUT)
 
 
+def test_a_stage_does_not_wait_for_a_clock_that_went_back(eight: Harness) -> None:
+    eight.tier.put(0)
+    stage = eight.begin(0, wait_s=0.5)
+    eight.clock.advance(-100.0)
+    assert (stage.poll(), stage.miss) == (True, MissReason.TIMEOUT)
+
+
 def test_a_stage_whose_turn_never_came_ends_with_what_host_memory_has() -> None:
     harness = Harness(8, max_inflight=1)
     harness.store(0)
@@ -700,6 +709,133 @@ def test_reads_under_way_stay_within_their_bytes_and_the_next_stage_goes_on() ->
     assert harness.tier.read_numbers == [0, 1, 2, 3, 4, 5], "in the order in which the stages began"
     assert one.done
     assert two.done
+    harness.close()
+
+
+@pytest.mark.parametrize("jobs_at_once", [1, 2])
+def test_the_engines_thread_begins_a_few_jobs_and_the_tiers_threads_the_rest(
+    monkeypatch: pytest.MonkeyPatch, jobs_at_once: int
+) -> None:
+    monkeypatch.setattr(staging_module, "JOBS_AT_ONCE", jobs_at_once)
+    harness = Harness(64)
+    harness.tier.put(*range(40))
+    one, two = harness.begin(*range(20)), harness.begin(*range(20, 30))
+    assert len(harness.jobs) == 2 * jobs_at_once
+    one.close()
+    three = harness.begin(*range(30, 40))
+    harness.run_all()
+    assert (two.done, two.num_end, three.done, three.num_end) == (True, 10, True, 10)
+    harness.close()
+
+
+def test_a_refused_job_of_the_engines_thread_keeps_no_other_stage_from_its_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(staging_module, "JOBS_AT_ONCE", 1)
+    harness = Harness(16)
+    harness.tier.put(0, 1)
+    harness.far.put(5, 6)
+    with monkeypatch.context() as patch:
+        patch.setattr(harness.jobs, "try_submit", lambda job, urgent: False)
+        refused = harness.begin(0, 1)
+        assert (refused.done, refused.miss) == (True, MissReason.BACKLOG)
+    stage = harness.begin(5, 6)
+    harness.run_all()
+    assert (stage.done, stage.miss) == (True, None)
+    harness.close()
+
+
+def test_a_job_takes_no_more_than_some_blocks_however_small(eight: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging_module, "READ_BYTES", 64 * PAGE_BYTES)
+    monkeypatch.setattr(staging_module, "READ_BLOCKS", 2)
+    eight.tier.put(0, 1, 2)
+    eight.begin(0, 1, 2)
+    eight.run_all()
+    assert eight.tier.batches == [[0, 1], [2]]
+
+
+@pytest.mark.parametrize("last_first", [False, True])
+def test_what_a_stage_waits_for_is_looked_at_once_a_block(monkeypatch: pytest.MonkeyPatch, last_first: bool) -> None:
+    """Each look at a set of pending blocks is counted: as many as there are blocks, not their square."""
+
+    class Counted(set[int]):
+        looks = 0
+
+        def __contains__(self, item: object) -> bool:
+            Counted.looks += 1
+            return super().__contains__(item)
+
+        def __iter__(self) -> Iterator[int]:
+            Counted.looks += len(self)
+            return super().__iter__()
+
+    monkeypatch.setattr(staging_module, "JOBS_AT_ONCE", 1000)
+    harness = Harness(520, max_inflight=1000, max_queued=1000)
+    harness.tier.put(*range(256))
+    stage = harness.begin(*range(256))
+    stage._pending = Counted(stage._pending)
+    while len(harness.jobs):
+        harness.jobs.run_next(len(harness.jobs) - 1 if last_first else 0)
+    assert (stage.done, stage.num_end) == (True, 256)
+    assert Counted.looks <= 3 * 256
+    harness.close()
+
+
+def hang(harness: Harness, *numbers: int) -> None:
+    """Stages whose reads no thread comes back from, and that nobody waits for any more."""
+    for number in numbers:
+        harness.begin(number).close()
+
+
+@pytest.mark.parametrize("how", ["close", "time out"])
+def test_reads_that_nobody_waits_for_leave_the_budget_to_others(how: str) -> None:
+    harness = Harness(16, max_inflight=2)
+    harness.tier.put(*range(6))
+    first, waiting = harness.begin(0, 1, wait_s=1.0), harness.begin(2, 3, wait_s=5.0)
+    assert len(harness.jobs) == 2
+    if how == "close":
+        first.close()
+    else:
+        harness.clock.advance(1.0)
+        assert first.poll()
+    assert len(harness.jobs) == 4, "those that waited go on, though nothing came back"
+    assert harness.stager.inflight_bytes == 4 * PAGE_BYTES
+    harness.run(2)
+    harness.run(2)
+    assert (waiting.done, waiting.num_end) == (True, 2)
+    harness.close()
+
+
+def test_where_nothing_comes_back_even_beyond_the_second_bound_stages_end_at_once() -> None:
+    harness = Harness(16, max_inflight=1)
+    harness.tier.put(*range(6))
+    harness.store(7)
+    hang(harness, 0, 1)
+    assert (len(harness.jobs), harness.stager.inflight_bytes) == (2, 2 * PAGE_BYTES)
+    ends = harness.ends
+    stage = harness.begin(7, 3) if harness.held(7) == [True] else None
+    assert stage is not None
+    assert (stage.done, stage.num_end, stage.miss) == (True, 1, MissReason.TIER_DOWN)
+    assert (harness.ends, len(harness.jobs)) == (ends + 1, 2)
+    harness.run()
+    again = harness.begin(3)
+    assert not again.done
+    harness.run_all()
+    assert (again.done, again.miss) == (True, None)
+    harness.close()
+
+
+def test_a_read_that_two_wait_for_is_abandoned_when_both_have_gone() -> None:
+    harness = Harness(16, max_inflight=1)
+    harness.tier.put(0, 1)
+    one, two, three = harness.begin(0), harness.begin(0), harness.begin(1)
+    one.close()
+    assert len(harness.jobs) == 1
+    two.close()
+    assert len(harness.jobs) == 2
+    late = harness.begin(0)
+    harness.run_all()
+    assert (three.done, late.done, late.miss) == (True, True, None)
     harness.close()
 
 
@@ -913,12 +1049,18 @@ def test_nothing_begins_in_a_stager_that_closes_meanwhile(eight: Harness, monkey
 def test_integrity_sees_what_does_not_agree(eight: Harness) -> None:
     eight.tier.put(0)
     stage = eight.begin(0)
-    eight.stager._inflight_bytes += 1
+    eight.stager._budget.live_bytes += 1
     with pytest.raises(IntegrityError, match="bytes"):
         eight.stager.check_integrity()
-    eight.stager._inflight_bytes -= 1
+    eight.stager._budget.live_bytes -= 1
     (read,) = eight.stager._reads.values()
+    read.num_live = 2
+    with pytest.raises(IntegrityError, match="stages wait"):
+        eight.stager.check_integrity()
+    read.num_live = 1
     read.waiters.clear()
+    read.num_live, read.is_abandoned = 0, True
+    eight.stager._budget.live_bytes, eight.stager._budget.abandoned_bytes = 0, PAGE_BYTES
     stage._pending.add(5)
     eight.stager._queue.append(stage)
     with pytest.raises(IntegrityError, match="nobody reads"):
@@ -926,7 +1068,7 @@ def test_integrity_sees_what_does_not_agree(eight: Harness) -> None:
     eight.stager._queue.clear()
     stage._pending.discard(5)
     read.waiters.append((stage, 0))
-    read.num_leased = 0
+    read.num_leased, read.num_live = 0, 1
     eight.stager.check_integrity()
 
 
@@ -1054,7 +1196,6 @@ class StagingMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         harness = self.harness
         harness.check()
-        assert harness.stager.inflight_bytes <= max(1, harness.max_inflight) * PAGE_BYTES
         under_way = len(harness.stager._reads)
         assert harness.stager._owner.num_leases <= 2 * under_way, "a block and its parent for each read"
         for item in self.begun:

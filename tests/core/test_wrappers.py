@@ -231,6 +231,19 @@ def test_blocks_that_were_stored_before_say_nothing_of_the_device(
     assert breaker.snapshot().state is BreakerState.CLOSED
 
 
+def test_blocks_that_were_withdrawn_say_nothing_of_the_device(
+    guarded: GuardedTier, inner: ScriptedTier, breaker: Breaker, clock: FakeClock
+) -> None:
+    inner.script = [*[WriteOutcome.ERROR] * 3, WriteOutcome.WITHDRAWN]
+    for _ in range(3):
+        guarded.write(writes(1))
+    clock.advance(1.0)
+    assert guarded.write(writes(1, 2)) == [WriteOutcome.WITHDRAWN] * 2
+    assert breaker.snapshot().state is not BreakerState.CLOSED
+    assert guarded.write(writes(1)) == [WriteOutcome.STORED], "the probe is still to be had"
+    assert breaker.snapshot().state is BreakerState.CLOSED
+
+
 def test_one_error_in_a_batch_is_a_failure(clock: FakeClock, breaker: Breaker) -> None:
     class OneBad(DictTier):
         def _read_one(self, request: ReadRequest) -> ReadOutcome:
@@ -326,6 +339,17 @@ def test_a_call_that_hangs_opens_the_breaker_once(stalling: Stalling, caplog: py
     assert tier.is_available
     assert stalling.breaker.snapshot().times_opened == 1
     assert caplog.text.count("have not come back") == 1
+
+
+def test_a_call_that_hangs_is_found_though_the_clock_went_back(stalling: Stalling) -> None:
+    stalling.hang(1)
+    stalling.clock.advance(-1000.0)
+    assert stalling.tier.num_overdue == 0
+    stalling.clock.advance(TIMEOUT_S)
+    assert stalling.tier.num_overdue == 0
+    stalling.clock.advance(0.1)
+    assert stalling.tier.num_overdue == 1
+    assert not stalling.tier.is_available
 
 
 def test_every_call_finds_those_that_hang(stalling: Stalling) -> None:
@@ -577,6 +601,24 @@ def test_threads_wait_each_for_those_before_it(clock: FakeClock) -> None:
         for running in [threads.submit(tier.write, writes(i, nbytes=1000)) for i in range(5)]:
             running.result()
     assert sorted(waits) == [pytest.approx(seconds) for seconds in (0.75, 1.75, 2.75, 3.75)]
+
+
+def test_who_is_told_to_stop_waiting_writes_at_once_and_is_not_closed(clock: FakeClock) -> None:
+    tier = ThrottledTier(DictTier(), 1.0, clock)
+    tier.write(writes(1, nbytes=1000))
+    ended = threading.Event()
+
+    def write() -> None:
+        assert tier.write(writes(2)) == [WriteOutcome.STORED]
+        ended.set()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    tier.stop_waiting()
+    assert ended.wait(SOON_S)
+    thread.join(SOON_S)
+    assert tier.write(writes(3)) == [WriteOutcome.STORED]
+    assert tier.contains([key_of(2), key_of(3)]) == [True, True]
 
 
 def test_closing_ends_a_wait(clock: FakeClock) -> None:

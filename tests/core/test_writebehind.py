@@ -484,6 +484,7 @@ def test_of_a_long_prompt_the_prefix_is_remembered_longest(monkeypatch: pytest.M
         (WriteOutcome.FULL, DropReason.TIER_FULL),
         (WriteOutcome.ERROR, DropReason.TIER_ERROR),
         (WriteOutcome.REFUSED, DropReason.TIER_DOWN),
+        (WriteOutcome.WITHDRAWN, DropReason.RESET),
         ("nonsense", DropReason.TIER_ERROR),
     ],
 )
@@ -497,7 +498,7 @@ def test_each_outcome_has_its_reason(eight: Harness, answer: object, reason: Dro
     eight.tier.answer = lambda number: None
     eight.use(0, 1, 2)
     eight.run_all()
-    assert eight.tier.numbers == ({0, 2} if reason is DropReason.ALREADY_STORED else {0, 1, 2})
+    assert eight.tier.numbers == ({0, 2} if reason in (DropReason.ALREADY_STORED, DropReason.RESET) else {0, 1, 2})
 
 
 @pytest.mark.bug("CR12")
@@ -536,6 +537,163 @@ def test_an_executor_that_refused_is_asked_again_even_when_the_queue_is_full(mon
 
 
 # ---- flush -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_goes_on_itself_where_the_executor_takes_no_successor(
+    eight: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writebehind_module, "WRITE_BYTES", PAGE_BYTES)
+    eight.store_chain(0, 1, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(eight.jobs, "try_submit", lambda job, urgent: False)
+        assert eight.run()
+    assert eight.tier.batches == [[0], [1], [2]]
+    assert (eight.counts(), eight.writer.queued_bytes) == ((3, 3, {}, 0), 0)
+    eight.store(3)
+    eight.run_all()
+    assert eight.tier.numbers == {0, 1, 2, 3}
+
+
+def test_a_job_that_goes_on_itself_stops_when_the_queue_is_closed(
+    eight: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writebehind_module, "WRITE_BYTES", PAGE_BYTES)
+    eight.store_chain(0, 1, 2)
+    eight.tier.while_writing = eight.writer.close
+    with monkeypatch.context() as patch:
+        patch.setattr(eight.jobs, "try_submit", lambda job, urgent: False)
+        assert eight.run()
+    assert eight.tier.batches == [[0]]
+    assert eight.counts() == (3, 1, {DropReason.CLOSED: 2}, 0)
+
+
+def test_where_the_executor_took_no_job_at_all_the_next_use_asks_again(
+    eight: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(eight.jobs, "try_submit", lambda job, urgent: False)
+        eight.store_chain(0, 1)
+    assert len(eight.jobs) == 0
+    eight.use(7)
+    eight.run_all()
+    assert eight.tier.numbers == {0, 1}
+
+
+# ---- long prompts ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writebehind_module, "NOTED_AT_ONCE", 2)
+
+
+@pytest.mark.usefixtures("two_at_once")
+@pytest.mark.parametrize("min_uses", [1, 2])
+def test_of_a_long_prompt_the_caller_notes_a_part_and_the_tiers_thread_the_rest(
+    monkeypatch: pytest.MonkeyPatch, min_uses: int
+) -> None:
+    harness = Harness(8, min_uses=min_uses)
+    harness.tier.answer = lambda number: WriteOutcome.ERROR
+    harness.store_chain(*range(7))
+    harness.run_all()
+    harness.tier.answer = lambda number: None
+    harness.tier.batches.clear()
+    made: list[bytes] = []
+
+    def counting(namespace: bytes, digest: bytes) -> Key:
+        made.append(digest)
+        return make_key(namespace, digest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writebehind_module, "make_key", counting)
+        harness.use(*range(7))
+    assert len(made) <= 2
+    assert len(harness.jobs) == 2, "the writes of the first, and the noting of the rest"
+    harness.run_all()
+    assert harness.tier.numbers == set(range(7))
+    assert harness.tier.write_numbers == list(range(7)), "prefix first, so that none is an orphan"
+    harness.close()
+
+
+@pytest.mark.usefixtures("two_at_once")
+def test_long_prompts_wait_in_one_job_and_only_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writebehind_module, "MAX_LATER", 2)
+    harness = Harness(8, min_uses=2)
+    for first in (0, 10, 20, 30):
+        harness.use(*range(first, first + 4))
+    assert len(harness.jobs) == 1
+    harness.run_all()
+    numbers = {number_of(key) for key in harness.writer._uses}
+    assert numbers == {0, 1, 10, 11} | set(range(20, 24)) | set(range(30, 34))
+    harness.use(*range(40, 44))
+    harness.run_all()
+    assert key_of(43) in harness.writer._uses
+    harness.close()
+
+
+@pytest.mark.usefixtures("two_at_once")
+def test_a_refused_noting_is_tried_with_the_next_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Harness(8, min_uses=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(harness.jobs, "try_submit", lambda job, urgent: False)
+        harness.use(*range(4))
+    harness.use(*range(10, 14))
+    harness.run_all()
+    assert {number_of(key) for key in harness.writer._uses} == {*range(4), *range(10, 14)}
+    harness.close()
+
+
+# ---- resets ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_reset_drops_what_is_queued_and_forgets_what_was_dropped_and_used() -> None:
+    harness = Harness(8, max_blocks=2, min_uses=2)
+    harness.use(0, 1, 2, 3)
+    harness.store_chain(0, 1, 2, 3)
+    assert harness.counts()[3] == 2
+    assert harness.writer._dropped
+    harness.writer.reset()
+    assert harness.counts() == (4, 0, {DropReason.BACKLOG: 1, DropReason.ORPHAN: 1, DropReason.RESET: 2}, 0)
+    assert (harness.writer.queued_bytes, harness.pool.usage().num_leases) == (0, 0)
+    assert not harness.writer._dropped
+    assert not harness.writer._uses
+    harness.run_all()
+    assert harness.tier.batches == []
+    assert harness.writer.flush(1.0) == 0
+    harness.use(0)
+    assert harness.counts()[0] == 4, "one use of two"
+    harness.use(0)
+    harness.run_all()
+    assert harness.tier.numbers == {0}
+    harness.close()
+
+
+@pytest.mark.parametrize("answer", [None, WriteOutcome.ERROR, WriteOutcome.WITHDRAWN])
+def test_a_write_that_a_reset_overtakes_is_not_remembered(answer: WriteOutcome | None) -> None:
+    harness = Harness(8, min_uses=2)
+    harness.tier.answer = lambda number: answer
+    harness.use(0)
+    harness.store(0)
+    harness.tier.while_writing = harness.writer.reset
+    harness.run_all()
+    assert not harness.writer._dropped
+    assert not harness.writer._uses
+    assert harness.counts()[3] == 0
+    harness.close()
+
+
+def test_what_is_leased_while_it_is_reset_is_not_queued(eight: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    lease_blocks = eight.host.lease_blocks
+
+    def and_reset(*args: object) -> object:
+        found = lease_blocks(*args)  # type: ignore[arg-type]
+        eight.writer.reset()
+        return found
+
+    monkeypatch.setattr(eight.host, "lease_blocks", and_reset)
+    eight.store(0)
+    assert eight.counts() == (1, 0, {DropReason.RESET: 1}, 0)
+    assert eight.pool.usage().num_leases == 0
 
 
 def test_a_flush_asks_an_executor_that_refused_again(eight: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -579,6 +737,20 @@ def test_a_flush_to_a_tier_that_takes_nothing_ends_and_holds_nothing(answer: Wri
     for number in range(10, 18):
         assert harness.store(number)
     harness.close()
+
+
+def test_a_flush_does_not_wait_for_a_clock_that_went_back(eight: Harness) -> None:
+    eight.store_chain(0, 1)
+    waits: list[float | None] = []
+
+    def wait(timeout: float | None = None) -> bool:
+        waits.append(timeout)
+        eight.clock.advance(-500.0)
+        return False
+
+    eight.writer._changed.wait = wait  # type: ignore[method-assign]
+    assert eight.writer.flush(10.0) == 2
+    assert len(waits) == 1
 
 
 def test_a_flush_with_nothing_to_do_returns(eight: Harness) -> None:
@@ -717,6 +889,10 @@ class WriteBehindMachine(RuleBasedStateMachine):
     @rule(raises=st.booleans())
     def raise_at_writes(self, raises: bool) -> None:
         self.harness.tier.raises = asyncio.CancelledError if raises else None
+
+    @rule()
+    def reset(self) -> None:
+        self.harness.writer.reset()
 
     @rule(numbers=st.lists(NUMBERS))
     def evict(self, numbers: list[int]) -> None:

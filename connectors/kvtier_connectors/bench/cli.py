@@ -118,13 +118,13 @@ def tiers(
     as a full cache's have, jobs of 8 MiB and as many threads, in the order of the chain.
 
     disk.store: from the commit of blocks to host memory until the last one is written, through write-behind and the
-    tier's threads, guard and meter; limit: the same blocks, without headers and checksums, each job one pwritev. Of the
-    tier's threads one is kept for reads.
+    tier's threads, guard and meter; limit: the same blocks, without headers and checksums, each job one pwritev.
 
     disk.restore: from the request for staging until the last block is verified and findable in host memory; limit: the
     same blocks into the same slots, each job one preadv.
 
-    disk.store.c1 and so on: the same with 1, 4 and 16 threads; disk.store itself has the default, 4.
+    disk.store.c1 and so on: the same with 1, 4 and 16 threads, and for reads one more, as the tier has; disk.store
+    itself has the default, 4.
 
     disk.restore.p50_ms, p99_ms: one block at a time, at random, by one thread; limit: one preadv. Median and 99th
     percentile.

@@ -22,22 +22,16 @@ FLUSH_TIMEOUT_S = 30.0
 
 
 class StepTime:
-    """99.9th percentiles of the time in hooks a step, in milliseconds, of steps that were not preempted: those tell of
-    what else the machine runs.
-    """
+    """99.9th percentiles of the time that a step spends in hooks, in milliseconds."""
 
     def __init__(self, stalled: Traffic, control: Traffic) -> None:
-        times = [_whole_steps(traffic) for traffic in (stalled, control)]
+        times = [traffic.step_seconds for traffic in (stalled, control)]
         self.steps = min(map(len, times))
         self.stalled_ms, self.control_ms = (1e3 * float(np.percentile(each, PERCENTILE)) for each in times)
 
     @property
     def effect_ms(self) -> float:
         return self.stalled_ms - self.control_ms
-
-
-def _whole_steps(traffic: Traffic) -> list[float]:
-    return [seconds for step, seconds in enumerate(traffic.step_seconds) if step not in traffic.preempted]
 
 
 def measure_step_time(directory: Path, num_steps: int) -> StepTime:
@@ -55,7 +49,6 @@ def measure_step_time(directory: Path, num_steps: int) -> StepTime:
                 rig.run([rig.chain(number) for number in range(start, start + 16)])
                 rig.store.flush(FLUSH_TIMEOUT_S)
             rig.traffic.step_seconds.clear()
-            rig.traffic.preempted.clear()
         files.stall("read")
         files.stall("write")
         draws = {id(rig): random.Random(0) for rig in (stalled, control)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -102,8 +101,7 @@ class Traffic:
 
     asked, lost: blocks that should have been restorable, and of those the ones that were not restored. recomputed:
     requests with a lost block. wrong: blocks that landed with other bytes. step_seconds: of each step the time in
-    hooks of the connector, the engine's thread's. preempted: the places in it of steps in which the kernel gave the
-    thread's CPU to another.
+    hooks of the connector, the engine's thread's.
     """
 
     def __init__(self, engine: ToyEngine) -> None:
@@ -119,7 +117,6 @@ class Traffic:
         self.known: set[BlockDigest] = set()
         self.asked = self.lost = self.recomputed = self.wrong = self.requests = 0
         self.step_seconds: list[float] = []
-        self.preempted: set[int] = set()
 
     def start(self, digests: Sequence[BlockDigest]) -> None:
         """A request arrives. Of its blocks those that were published before should be to be had."""
@@ -130,15 +127,12 @@ class Traffic:
 
     def step(self) -> None:
         """One step of the engine, with a forward of half a millisecond."""
-        before = _times_preempted()
         reused = self._admit()
         demand = StepDemand(len(reused), CHAIN_BLOCKS, CHAIN_BLOCKS * len(self._waiting))
         plan = self._time(self._scheduler.plan_step, reused, demand)
         self._time(self._worker.submit, plan, WRITTEN)
         results = self._time(self._worker.poll)
         outcomes = self._time(self._scheduler.complete, results)
-        if _times_preempted() != before:
-            self.preempted.add(len(self.step_seconds))
         self.step_seconds.append(self._spent)
         self._spent = 0.0
         time.sleep(FORWARD_S)
@@ -208,10 +202,6 @@ class Traffic:
         segment = np.resize(np.frombuffer(digest, np.uint8), self._engine.memory.shape[2])
         content: npt.NDArray[np.uint8] = segment ^ self._planes
         return content
-
-
-def _times_preempted() -> int:
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
 
 
 class FaultRig:

@@ -9,11 +9,11 @@ import os
 import threading
 
 from kvtier.clock import Clock
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, IntegrityError
 from kvtier.frame import STRIDE_BYTES, padded
 from kvtier.tiers.disk.directory import Directory, real_bytes
 from kvtier.tiers.disk.files import NO_SPACE, Files
-from kvtier.tiers.disk.layout import MIN_SEGMENT_BYTES, TEMPORARY, segment_name
+from kvtier.tiers.disk.layout import MAX_SEGMENT_NUMBER, MIN_SEGMENT_BYTES, TEMPORARY, segment_name
 from kvtier.tiers.disk.segment import SegmentFile
 
 __all__ = ["Allotment", "choose_segment_bytes"]
@@ -79,9 +79,11 @@ class Allotment:
         self._next_number = 1
         self._lock = threading.Lock()
         self._reason: str | None = None
-        self._told_at: dict[bool, float] = {}
-        self._check_at = 0.0
-        self._cool_until: float | None = None
+        self._told_at: dict[str, float] = {}
+        self._looked_at = 0.0
+        self._try_again = False  # after a second, whatever the file system says of its room
+        self._cooling_since: float | None = None
+        self._refused: tuple[float, str] | None = None  # when room for a segment was, and why
 
     # ---- bytes ---------------------------------------------------------------------------------------------------
 
@@ -96,18 +98,58 @@ class Allotment:
         files = [*self._held, *self._stuck]
         return self.own_bytes + sum(max(with_growth(file.size), file.real_bytes) for file in files)
 
-    @property
-    def held(self) -> list[SegmentFile]:
-        """The files that are, or can become, segments."""
-        return list(self._held)
+    def check_integrity(self, names: set[str]) -> None:
+        """Raises IntegrityError unless the files that are, or can become, segments are these, within the cap."""
+        held = {file.name for file in self._held}
+        if held != names:
+            raise IntegrityError(f"disk tier: files {sorted(held ^ names)} are counted, or in use, but not both")
+        if self.used_bytes > self.capacity_bytes:
+            raise IntegrityError(f"disk tier: {self.used_bytes} bytes used of {self.capacity_bytes}")
 
     def hold(self, file: SegmentFile) -> None:
         """Count a file that was found here."""
         self._held.append(file)
 
+    def set_aside(self, name: str) -> None:
+        """Count a file that was found here and cannot be read."""
+        file = SegmentFile(name, 0, 0)
+        self.refresh(file)
+        self._stuck.append(file)
+
+    @property
+    def stuck(self) -> list[str]:
+        """Names of files that count and cannot be used."""
+        return [file.name for file in self._stuck]
+
+    def retry_stuck(self, *, only_temporary: bool) -> None:
+        """Try again to delete what could not be deleted."""
+        for file in list(self._stuck):
+            if file.name.endswith(TEMPORARY) or not only_temporary:
+                with contextlib.suppress(OSError):
+                    with contextlib.suppress(FileNotFoundError):
+                        self._files.unlink(file.name, self._directory.fd)
+                    self._stuck.remove(file)
+
     def start_names_behind(self, number: int) -> None:
-        """New files get names with a greater number."""
+        """New files get names with a greater number, or the lowest free ones at the end of the numbers."""
         self._next_number = max(self._next_number, number + 1)
+
+    def _next_name(self) -> str:
+        """One that nothing here has, not even with the end of a temporary file."""
+        while True:
+            if self._next_number > MAX_SEGMENT_NUMBER:
+                self._next_number = 1
+            name = segment_name(self._next_number)
+            self._next_number += 1
+            if not (self._exists(name) or self._exists(name + TEMPORARY)):
+                return name
+
+    def _exists(self, name: str) -> bool:
+        try:
+            self._files.stat(name, self._directory.fd)
+        except FileNotFoundError:
+            return False
+        return True
 
     def refresh(self, file: SegmentFile) -> None:
         """Look again at what the device gave the file."""
@@ -139,17 +181,25 @@ class Allotment:
                 ": nothing can be stored there" if attainable < self.own_bytes + self.segment_bytes else "",
             )
 
-    def note_shortage(self) -> None:
-        """Nothing can be written since there is no segment and no room for one above the floor."""
+    def note_shortage(self, *, is_empty: bool) -> None:
+        """Nothing can be written, since there is no room for a segment and none that could be evicted."""
+        with self._lock:
+            if self._is_refused():
+                assert self._refused is not None
+                self._reason = f"the file system is full: {self._refused[1]}"
+                self._looked_at = self._clock.now()
+                self._try_again = True
+                return
         free = self._free_bytes()
-        if free is None or free - self.segment_bytes >= self._min_free_bytes:
+        if not is_empty or free is None or free - self.segment_bytes >= self._min_free_bytes:
             return
         with self._lock:
+            self._try_again = False
             self._reason = (
                 f"no room for a segment of {self.segment_bytes} bytes: {free} bytes are free, of which disk.min_free "
                 f"keeps {self._min_free_bytes}"
             )
-            self._check_at = self._clock.now() + RECHECK_S
+            self._looked_at = self._clock.now()
 
     def _free_bytes(self) -> int | None:
         try:
@@ -159,17 +209,21 @@ class Allotment:
 
     def create(self) -> SegmentFile | None:
         """A new file with all its room; None when there is no room for it, or the device failed, which is noted."""
-        if not self.can_create():
+        if not self.may_create or not self.can_create():
             return None
-        name = segment_name(self._next_number)
-        self._next_number += 1
+        name = ""
         try:
+            name = self._next_name()
             self._make(name + TEMPORARY)
             self._files.replace(name + TEMPORARY, name, self._directory.fd)
             file = SegmentFile(name, self.segment_bytes, 0)
         except OSError as error:
-            self.note(error)
-            self._unlink(name + TEMPORARY)
+            if error.errno in NO_SPACE:
+                self._note_refusal(error)
+            else:
+                self.note(error)
+            if name and not self._unlink(name + TEMPORARY):
+                self.set_aside(name + TEMPORARY)
             return None
         self.refresh(file)
         self._held.append(file)
@@ -177,6 +231,44 @@ class Allotment:
             self.delete(file)
             return None
         return file
+
+    @property
+    def may_create(self) -> bool:
+        """False for a second after a file was refused its room, while one that failed cannot be removed, and where the
+        file system does not answer.
+        """
+        with self._lock:
+            if self._is_refused():
+                return False
+        if any(name.endswith(TEMPORARY) for name in self.stuck):
+            self.retry_stuck(only_temporary=True)
+        return self._free_bytes() is not None and not any(name.endswith(TEMPORARY) for name in self.stuck)
+
+    def _is_refused(self) -> bool:
+        """Under the lock."""
+        return self._refused is not None and self._is_recent(self._refused[0], RECHECK_S)
+
+    def _is_recent(self, then: float, seconds: float) -> bool:
+        """Nothing is, once the clock was turned back."""
+        return 0 <= self._clock.now() - then < seconds
+
+    def _note_refusal(self, error: OSError) -> None:
+        with self._lock:
+            self._refused = (self._clock.now(), str(error))
+            tell = self._is_news("refusal")
+        if tell:
+            logger.warning(
+                "disk.path %s: no room for another segment, what is there is used again: %s",
+                self._directory.path,
+                str(error),
+            )
+
+    def _is_news(self, what: str) -> bool:
+        """Under the lock."""
+        if self._is_recent(self._told_at.get(what, -math.inf), TELL_EVERY_S):
+            return False
+        self._told_at[what] = self._clock.now()
+        return True
 
     def delete(self, file: SegmentFile) -> None:
         """Delete a file; one that cannot be deleted counts on, but is none to write to."""
@@ -219,17 +311,19 @@ class Allotment:
     def is_cooling(self) -> bool:
         """A write failed a moment ago: other directories come first."""
         with self._lock:
-            return self._cool_until is not None and self._clock.now() < self._cool_until
+            return self._cooling_since is not None and self._is_recent(self._cooling_since, COOL_DOWN_S)
 
     def is_writable(self) -> bool:
         """False while the file system is full, which is looked at again at most once a second."""
         with self._lock:
             if self._reason is None:
                 return True
-            now = self._clock.now()
-            if now < self._check_at:
+            if self._is_recent(self._looked_at, RECHECK_S):
                 return False
-            self._check_at = now + RECHECK_S
+            self._looked_at = self._clock.now()
+            if self._try_again:
+                self._reason = None
+                return True
         free = self._free_bytes()
         if free is None or free < self.segment_bytes + self._min_free_bytes:
             return False
@@ -241,15 +335,13 @@ class Allotment:
         """Remember that a write failed. True when the file system is full, and not sick."""
         full = isinstance(error, OSError) and error.errno in NO_SPACE
         with self._lock:
-            now = self._clock.now()
             if full:
                 self._reason = f"the file system is full: {error}"
-                self._check_at = now + RECHECK_S
+                self._looked_at = self._clock.now()
+                self._try_again = False
             else:
-                self._cool_until = now + COOL_DOWN_S
-            tell = not 0 <= now - self._told_at.get(full, -math.inf) < TELL_EVERY_S
-            if tell:
-                self._told_at[full] = now
+                self._cooling_since = self._clock.now()
+            tell = self._is_news("full" if full else "failure")
         if tell:
             consequence = "nothing is written there until there is room" if full else "other directories come first"
             # As text: a kept record must not keep the caller's buffers by way of the traceback.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kvtier.errors import IntegrityError
 from kvtier.frame import frame_bytes
@@ -19,6 +20,9 @@ __all__ = ["Catalog", "Counts", "Removed"]
 
 ENTRY_BITS = 32
 ENTRY_MASK = (1 << ENTRY_BITS) - 1
+STRETCH = 512  # keys for which the lock is held: others wait for it
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -171,7 +175,7 @@ class Catalog:
         with self.lock:
             self.counts.written_bytes += written_bytes
             for frame in frames:
-                outcome = WriteOutcome.ERROR
+                outcome = WriteOutcome.WITHDRAWN
                 if self._claims.get(frame.key) is frame:
                     del self._claims[frame.key]
                     row = (frame.page, frame.raw_bytes, len(frame.payload), frame.depth, frame.codec)
@@ -194,46 +198,53 @@ class Catalog:
     # ---- reading -------------------------------------------------------------------------------------------------
 
     def contains(self, keys: Sequence[Key]) -> list[bool]:
-        with self.lock:
-            return [self._index.find(*split_key(key)) is not None for key in keys]
+        found: list[bool] = []
+        for part in _stretches(keys):
+            with self.lock:
+                found += [self._index.find(*split_key(key)) is not None for key in part]
+        return found
 
     def pin(self, requests: Sequence[ReadRequest], outcomes: list[ReadOutcome]) -> list[Incoming]:
         """What is here, in the length asked: counted as used, its segments with a reader more for each block."""
         found = []
-        with self.lock:
-            for position, request in enumerate(requests):
-                slot = self._slot(request.key)
-                if slot is None:
-                    continue
-                segment, entry = self._segments[slot >> ENTRY_BITS], slot & ENTRY_MASK
-                row = segment.row(entry)
-                if row.raw_bytes != len(request.buffer):
-                    continue
-                segment.readers += 1
-                self._use(segment, entry)
-                outcomes[position] = ReadOutcome.ERROR
-                found.append(Incoming(position, request.key, request.buffer, segment, entry, row))
+        for part in _stretches(list(enumerate(requests))):
+            with self.lock:
+                for position, request in part:
+                    slot = self._slot(request.key)
+                    if slot is None:
+                        continue
+                    segment, entry = self._segments[slot >> ENTRY_BITS], slot & ENTRY_MASK
+                    row = segment.row(entry)
+                    if row.raw_bytes != len(request.buffer):
+                        continue
+                    segment.readers += 1
+                    self._use(segment, entry)
+                    outcomes[position] = ReadOutcome.ERROR
+                    found.append(Incoming(position, request.key, request.buffer, segment, entry, row))
         return found
 
     def settle(self, frames: Sequence[Incoming], outcomes: list[ReadOutcome]) -> None:
-        """End the reads, and forget what was not served: it would not be the next time either."""
+        """End the reads, and forget what was not served, unless by a shortage that will pass: it would not be the next
+        time either.
+        """
         with self.lock:
             for frame in frames:
                 frame.segment.readers -= 1
                 outcomes[frame.position] = frame.outcome
                 self.counts.read_errors += frame.outcome is ReadOutcome.ERROR
-                if frame.outcome is not ReadOutcome.OK:
+                if frame.outcome is not ReadOutcome.OK and not frame.may_be_good:
                     slot = frame.segment.number << ENTRY_BITS | frame.entry
                     if self._slot(frame.key) == slot:
                         self._forget(*split_key(frame.key), slot)
                         self.counts.damaged += frame.outcome is ReadOutcome.DAMAGED
 
     def touch(self, keys: Sequence[Key]) -> None:
-        with self.lock:
-            for key in keys:
-                slot = self._slot(key)
-                if slot is not None:
-                    self._use(self._segments[slot >> ENTRY_BITS], slot & ENTRY_MASK)
+        for part in _stretches(keys):
+            with self.lock:
+                for key in part:
+                    slot = self._slot(key)
+                    if slot is not None:
+                        self._use(self._segments[slot >> ENTRY_BITS], slot & ENTRY_MASK)
 
     # ---- forgetting ----------------------------------------------------------------------------------------------
 
@@ -326,6 +337,15 @@ class Catalog:
             del self._segments[victim.number]
             return True
 
+    def abandon(self, segment: Segment) -> bool:
+        """Let go of a segment of an older epoch, unless it is in use: False then, and nothing changed."""
+        with self.lock:
+            if segment.readers or segment.writers or segment.state is not SegmentState.SEALED:
+                return False
+            segment.state = SegmentState.DEAD
+            del self._segments[segment.number]
+            return True
+
     # ---- checking ------------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
@@ -365,3 +385,8 @@ class Catalog:
             return claimed.depth + 1
         slot = self._slot(parent)
         return 0 if slot is None else self._segments[slot >> ENTRY_BITS].row(slot & ENTRY_MASK).depth + 1
+
+
+def _stretches(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    for start in range(0, len(items), STRETCH):
+        yield items[start : start + STRETCH]

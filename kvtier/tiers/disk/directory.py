@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import stat
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from kvtier.errors import ConfigError
 from kvtier.frame import STRIDE_BYTES
-from kvtier.tiers.disk.files import NO_SPACE, Files
+from kvtier.tiers.disk.files import NO_SPACE, Files, is_shortage
 from kvtier.tiers.disk.layout import (
     LOCK_NAME,
     META_NAME,
@@ -24,7 +25,7 @@ from kvtier.tiers.disk.layout import (
 from kvtier.tiers.disk.lock import DirectoryLock
 from kvtier.tiers.disk.scratch import ScratchPool
 
-__all__ = ["Contents", "Directory", "newer_format", "real_bytes", "refusal"]
+__all__ = ["Contents", "Directory", "newer_format", "real_bytes", "refusal", "unreadable"]
 
 PROBE_NAME = "kvtier.probe" + TEMPORARY
 META_TEMPORARY = META_NAME + TEMPORARY
@@ -41,6 +42,15 @@ def newer_format(path: Path, name: str, version: int) -> ConfigError:
     return ConfigError(
         f"disk.path {str(path)!r}: {name} is of disk format {version}, which this kvtier does not know. Nothing was "
         "changed: use the newer kvtier, give this one another directory, or delete the directory"
+    )
+
+
+def unreadable(path: Path, name: str, error: OSError | MemoryError) -> ConfigError:
+    """A failure that may pass, or else means that the device is broken."""
+    said = str(error) or "out of memory"
+    return ConfigError(
+        f"disk.path {str(path)!r}: {name} cannot be read now: {said}. Nothing was changed: try again, and if that does "
+        "not help, replace the device or delete the directory"
     )
 
 
@@ -64,6 +74,7 @@ class Directory:
     """Owns the directory's descriptor and lock until `close`. One thread at a time, but for `fd`, which is read only.
 
     mode: 'direct' or 'buffered', once `probe` was asked. uuid: of this cache, for as long as its meta file lives.
+    epoch: that both pages of the meta file hold, as far as known.
     """
 
     def __init__(self, path: Path, files: Files, *, create: bool = True) -> None:
@@ -74,6 +85,8 @@ class Directory:
         self.mode = "buffered"
         self.uuid = os.urandom(UUID_BYTES)
         self.fd = -1
+        self.epoch: int | None = None
+        self._own_bytes = 0
         self._files = files
         self._lock: DirectoryLock | None = None
         try:
@@ -97,6 +110,7 @@ class Directory:
             if create:
                 raise
             # No store was ever here: there is nobody to keep out.
+        self.refresh()
 
     @property
     def open_flags(self) -> int:
@@ -124,44 +138,75 @@ class Directory:
             logger.warning("disk.path %s holds files that are not kvtier's, left alone: %s%s", self.path, named, more)
 
     def own_bytes(self) -> int:
-        """Real bytes of lock and meta file."""
+        """Real bytes of lock and meta file, when they were last looked at."""
+        return self._own_bytes
+
+    def refresh(self) -> None:
+        """Look again at what the device gave lock and meta file."""
         total = 0
         for name in (LOCK_NAME, META_NAME):
             try:
                 total += real_bytes(self._files.stat(name, self.fd))
             except OSError:
                 continue
-        return total
+        self._own_bytes = total
 
     def read_meta(self) -> tuple[Meta | None, bool]:
-        """The meta, and whether there is a file. Raises ConfigError when it is of a newer format."""
+        """The meta, and whether there is a file. Raises ConfigError when it is of a newer format, or cannot be read
+        now: taken for damaged, it would cost the cache.
+        """
         try:
             fd = self._files.open(META_NAME, os.O_RDONLY, self.fd)
         except FileNotFoundError:
             return None, False
-        except OSError:
+        except (OSError, MemoryError) as error:
+            if is_shortage(error) or (isinstance(error, OSError) and error.errno == errno.EIO):
+                raise unreadable(self.path, META_NAME, error) from error
             return None, True
-        content = bytearray(2 * STRIDE_BYTES)
+        failure: OSError | MemoryError | None = None
+        content = b""
         try:
-            self._files.read(fd, [memoryview(content)], 0)
-            return Meta.decode(bytes(content)), True
-        except OSError:
-            return None, True
+            for offset in (0, STRIDE_BYTES):
+                try:
+                    page = self._read_page(fd, offset)
+                except (OSError, MemoryError) as error:
+                    failure, page = error, b""
+                content += page.ljust(STRIDE_BYTES, b"\0")
+            meta = Meta.decode(content)
         except NewerFormatError as error:
             raise newer_format(self.path, META_NAME, error.args[0]) from None
         finally:
             self._files.close(fd)
+        if meta is None and failure is not None:
+            raise unreadable(self.path, META_NAME, failure) from failure
+        self.epoch = None if meta is None or meta.encode() != content else meta.epoch
+        return meta, True
+
+    def _read_page(self, fd: int, offset: int) -> bytes:
+        """As much of a page as the file has."""
+        page = memoryview(bytearray(STRIDE_BYTES))
+        at = 0
+        while at < STRIDE_BYTES and (done := self._files.preadv(fd, [page[at:]], offset + at)) > 0:
+            at += done
+        return bytes(page[:at])
 
     def write_epoch(self, epoch: int) -> None:
         """Replace the meta file at once, and see it through to the device. OSError when that fails."""
         fd = self._files.open(META_TEMPORARY, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, self.fd)
         try:
-            self._files.write(fd, [memoryview(Meta(self.uuid, epoch).encode())], 0)
-            self._files.sync(fd)
-        finally:
-            self._files.close(fd)
-        self._files.replace(META_TEMPORARY, META_NAME, self.fd)
+            try:
+                self._files.write(fd, [memoryview(Meta(self.uuid, epoch).encode())], 0)
+                self._files.sync(fd)
+            finally:
+                self._files.close(fd)
+            self._files.replace(META_TEMPORARY, META_NAME, self.fd)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._files.unlink(META_TEMPORARY, self.fd)
+            raise
         self._files.sync(self.fd)
+        self.epoch = epoch
+        self.refresh()
 
     def probe(self, scratch: ScratchPool) -> None:
         """Find out whether direct I/O works here, by doing it, and say so once where it does not."""

@@ -10,10 +10,18 @@ import errno
 import os
 from collections.abc import Sequence
 
-__all__ = ["MAX_VECTORS", "NO_SPACE", "Files"]
+__all__ = ["MAX_VECTORS", "NO_SPACE", "Files", "is_shortage"]
 
 MAX_VECTORS = 1024  # IOV_MAX of Linux
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+SHORTAGE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR})
+
+
+def is_shortage(error: OSError | MemoryError) -> bool:
+    """Whether the process or the machine lacked something: that says nothing of the file."""
+    return isinstance(error, MemoryError) or error.errno in SHORTAGE
 
 
 class Files:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.errors import ConfigError, FrameError
-from kvtier.frame import HEADER_BYTES, STRIDE_BYTES, FrameHeader
-from kvtier.tiers.disk.directory import Directory
+from kvtier.frame import HEADER_BYTES, STRIDE_BYTES, FrameHeader, NewerFrameError
+from kvtier.tiers.disk.directory import Directory, newer_format
 from kvtier.tiers.disk.files import Files
-from kvtier.tiers.disk.layout import GONE_PAGE, META_NAME, Entries, SegmentHeader
+from kvtier.tiers.disk.layout import GONE_PAGE, META_NAME, Entries, NewerFormatError, SegmentHeader
 from kvtier.tiers.disk.recovery import FoundSegment, read_footer, survey
 from kvtier.tiers.disk.scan import check_payload, scan_frames
 from kvtier.tiers.disk.scratch import ScratchPool
@@ -86,7 +86,7 @@ def verify_directory(path: Path) -> VerifyReport:
     damaged: list[DamagedFrame] = []
     with _locked(path, files) as directory:
         looked = survey(directory, files)
-        unreadable = [UnreadableFile(name, problem) for name, problem in looked.unusable]
+        unreadable = [UnreadableFile(name, problem) for name, problem in looked.unusable + looked.unread]
         for segment in looked.segments:
             try:
                 for page, nbytes, problem in _check_segment(directory, segment, files, scratch):
@@ -116,6 +116,8 @@ def _opened(directory: Directory, name: str, files: Files) -> Iterator[int]:
     fd = files.open(name, os.O_RDONLY, directory.fd)
     try:
         yield fd
+    except NewerFormatError as error:
+        raise newer_format(directory.path, name, error.args[0]) from None
     finally:
         files.close(fd)
 
@@ -154,6 +156,8 @@ def _header(fd: int, page: int, files: Files) -> FrameHeader | str | None:
         return None if content == GONE_PAGE else FrameHeader.decode(memoryview(content))
     except OSError as error:
         return f"the header cannot be read: {error.strerror or error}"
+    except NewerFrameError as error:
+        raise NewerFormatError(error.version) from None
     except FrameError as error:
         return str(error)
 

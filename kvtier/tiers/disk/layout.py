@@ -34,6 +34,7 @@ __all__ = [
     "HAS_PARENT",
     "IS_GONE",
     "LOCK_NAME",
+    "MAX_SEGMENT_NUMBER",
     "META_NAME",
     "MIN_SEGMENT_BYTES",
     "TEMPORARY",
@@ -84,6 +85,7 @@ _TRAILER = struct.Struct("<8sII16sQQQ")
 _META = struct.Struct("<8sII16sQ")
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_AT = STRIDE_BYTES - _CHECKSUM.size
+MAX_SEGMENT_NUMBER = 10**16 - 1
 _SEGMENT_NAME = re.compile(r"segment-\d{8,16}\.kvt", re.ASCII)
 
 
@@ -167,12 +169,14 @@ class Meta:
 
     @classmethod
     def decode(cls, content: bytes) -> Meta | None:
-        """None when neither page is intact. Raises NewerFormatError."""
+        """That of the intact page, or of the later epoch; None when there is none. Raises NewerFormatError."""
+        found = None
         for page in (content[:STRIDE_BYTES], content[STRIDE_BYTES : 2 * STRIDE_BYTES]):
             if _is_intact(page, _META_MAGIC):
                 _, _, _, uuid, epoch = _META.unpack_from(page)
-                return cls(uuid, epoch)
-        return None
+                if found is None or epoch > found.epoch:
+                    found = cls(uuid, epoch)
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from pathlib import Path
 from kvtier.clock import Clock
 from kvtier.tiers.disk.allotment import Allotment, choose_segment_bytes
 from kvtier.tiers.disk.catalog import Catalog
-from kvtier.tiers.disk.directory import Directory, refusal
-from kvtier.tiers.disk.files import NO_SPACE, Files
-from kvtier.tiers.disk.layout import segment_number
+from kvtier.tiers.disk.directory import Directory, newer_format, refusal, unreadable
+from kvtier.tiers.disk.files import NO_SPACE, Files, is_shortage
+from kvtier.tiers.disk.layout import NewerFormatError, segment_number
 from kvtier.tiers.disk.recovery import FoundBlocks, FoundSegment, Survey, read_blocks, survey
 from kvtier.tiers.disk.scratch import ScratchPool
 from kvtier.tiers.disk.segment import Segment, SegmentFile, SegmentState
@@ -48,6 +48,7 @@ class _Opened:
     allotment: Allotment
     survey: Survey
     kept: list[tuple[FoundSegment, FoundBlocks]]
+    """Oldest first."""
     spare: SegmentFile | None = None
     reclaimed: int = 0
 
@@ -55,8 +56,8 @@ class _Opened:
 def open_volumes(opening: Opening, catalog: Catalog) -> list[Volume]:
     """Lock, look, reclaim, index. Raises ConfigError, and leaves nothing open, when any directory cannot be used.
 
-    Nothing is deleted before every directory is known to be of a format that this kvtier reads, and nothing is written
-    before each is within its part of the capacity.
+    Nothing is deleted before every directory is known to be of a format that this kvtier reads, and was read as far as
+    its device gives it; nothing is written before each is within its part of the capacity.
     """
     directories: list[Directory] = []
     volumes: list[Volume] = []
@@ -73,7 +74,10 @@ def open_volumes(opening: Opening, catalog: Catalog) -> list[Volume]:
         catalog.start_behind(newest)
         for found in opened:
             with _named(found.directory.path):
-                _put_in_order(found, opening, catalog.epoch)
+                _read(found, opening, catalog.epoch)
+        for found in opened:
+            with _named(found.directory.path):
+                _put_in_order(found, catalog.epoch)
         for found in opened:
             with _named(found.directory.path):
                 found.directory.probe(opening.scratch)
@@ -111,78 +115,106 @@ def _look(directory: Directory, opening: Opening) -> _Opened:
     return _Opened(directory, allotment, survey(directory, opening.files), [])
 
 
-def _put_in_order(found: _Opened, opening: Opening, epoch: int) -> None:
-    """Reclaim what is of no use, evict what is too much, and read what the rest holds."""
+def _read(found: _Opened, opening: Opening, epoch: int) -> None:
+    """Find the blocks of every segment of the epoch. Changes nothing."""
+    for segment in found.survey.segments:
+        if segment.header.epoch != epoch:
+            continue
+        name = segment.file.name
+        try:
+            fd = opening.files.open(name, os.O_RDONLY, found.directory.fd)
+            try:
+                found.kept.append((segment, read_blocks(fd, segment.header, opening.files, opening.scratch)))
+            finally:
+                opening.files.close(fd)
+        except NewerFormatError as error:
+            raise newer_format(found.directory.path, name, error.args[0]) from None
+        except (OSError, MemoryError) as error:
+            if is_shortage(error):
+                raise unreadable(found.directory.path, name, error) from error
+            found.survey.unread.append((name, str(error)))
+
+
+def _put_in_order(found: _Opened, epoch: int) -> None:
+    """Reclaim what is of no use, and evict what is too much."""
     looked, allotment, path = found.survey, found.allotment, found.directory.path
     found.directory.warn_of_foreign(looked.contents.foreign)
-    for name in looked.contents.segments + looked.contents.foreign:
-        if name in looked.contents.segments or name.startswith("segment-"):
-            allotment.start_names_behind(_number(name))
+    allotment.start_names_behind(max(map(segment_number, looked.contents.segments), default=0))
     if looked.unusable:
         name, problem = looked.unusable[0]
         number = len(looked.unusable)
         logger.warning("disk.path %s: %d files are of no use and are deleted, %s: %s", path, number, name, problem)
     useless = [name for name, _ in looked.unusable] + looked.contents.leftovers
     useless += [segment.file.name for segment in looked.segments if segment.header.epoch != epoch]
+    if looked.is_lost:  # of the files that give no header, nothing says of which epoch they are either
+        useless += [name for name, _ in looked.unread]
+        looked.unread.clear()
     for name in useless:
         allotment.reclaim(name)
-    kept = [segment for segment in looked.segments if segment.header.epoch == epoch]
-    for segment in kept:
+    if looked.unread:
+        name, problem = looked.unread[0]
+        number = len(looked.unread)
+        logger.warning(
+            "disk.path %s: %d segments cannot be read and are left alone until the next open, %s: %s",
+            path,
+            number,
+            name,
+            problem,
+        )
+        for name, _ in looked.unread:
+            allotment.set_aside(name)
+    for segment, _ in found.kept:
         allotment.hold(segment.file)
+    found.reclaimed = len(useless)
+    for segment, blocks in list(found.kept):
+        if len(blocks.entries):
+            continue
+        found.kept.remove((segment, blocks))
+        if found.spare is None and segment.file.size == allotment.segment_bytes:
+            found.spare = segment.file
+        else:
+            allotment.delete(segment.file)
+            found.reclaimed += 1
+    _evict(found)
+
+
+def _evict(found: _Opened) -> None:
+    """Hold the capacity."""
+    allotment = found.allotment
     evicted = 0
-    while kept and allotment.charged_bytes > allotment.capacity_bytes:
-        allotment.delete(kept.pop(0).file)
+    while allotment.charged_bytes > allotment.capacity_bytes:
+        if found.kept:
+            file = found.kept.pop(0)[0].file
+        elif found.spare is not None:  # kept longest: the next segment would cost another eviction
+            file, found.spare = found.spare, None
+        else:
+            break
+        allotment.delete(file)
         evicted += 1
     if evicted:
-        logger.info("disk.path %s: %d segments deleted to hold disk.size", path, evicted)
-    found.reclaimed = len(useless) + evicted
-    for segment in kept:
-        _read(found, segment, opening)
-
-
-def _number(name: str) -> int:
-    try:
-        return segment_number(name)
-    except ValueError:
-        return 0
-
-
-def _read(found: _Opened, segment: FoundSegment, opening: Opening) -> None:
-    try:
-        fd = opening.files.open(segment.file.name, os.O_RDONLY, found.directory.fd)
-        try:
-            blocks = read_blocks(fd, segment.header, opening.files, opening.scratch)
-        finally:
-            opening.files.close(fd)
-    except OSError as error:
-        logger.warning("disk.path %s: %s is deleted: %s", found.directory.path, segment.file.name, str(error))
-        found.allotment.delete(segment.file)
-        found.reclaimed += 1
-        return
-    if len(blocks.entries):
-        found.kept.append((segment, blocks))
-    elif found.spare is None and segment.file.size == found.allotment.segment_bytes:
-        found.spare = segment.file
-    else:
-        found.allotment.delete(segment.file)
-        found.reclaimed += 1
+        logger.info("disk.path %s: %d segments deleted to hold disk.size", found.directory.path, evicted)
+    found.reclaimed += evicted
 
 
 def _settle_meta(found: _Opened, epoch: int) -> None:
-    """Have a meta file with this epoch. A full file system keeps us from that only where it would lose the epoch."""
+    """Have a meta file with this epoch. A full file system keeps us from that only where blocks of before it stay."""
     meta = found.survey.meta
     if meta is not None:
         found.directory.uuid = meta.uuid
-        if meta.epoch == epoch:
+        if found.directory.epoch == epoch:
             return
-    if found.survey.has_meta_file and meta is None:
+    if meta is None and (found.survey.is_lost or found.survey.has_meta_file):
         logger.warning(
-            "disk.path %s: the meta file is damaged; epoch %d, of the segments, holds", found.directory.path, epoch
+            "disk.path %s: kvtier.meta is %s, which says whether a reset made blocks void: all were deleted; epoch %d",
+            found.directory.path,
+            "damaged" if found.survey.has_meta_file else "missing",
+            epoch,
         )
     try:
         found.directory.write_epoch(epoch)
     except OSError as error:
-        if error.errno not in NO_SPACE or found.survey.epoch != epoch:
+        holds = (meta is not None and meta.epoch == epoch) or not found.allotment.stuck
+        if error.errno not in NO_SPACE or not holds:
             raise
 
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvtier.frame import STRIDE_BYTES
-from kvtier.tiers.disk.directory import Contents, Directory, newer_format, real_bytes
-from kvtier.tiers.disk.files import Files
+from kvtier.errors import FrameError
+from kvtier.frame import STRIDE_BYTES, FrameHeader, NewerFrameError
+from kvtier.tiers.disk.directory import Contents, Directory, newer_format, real_bytes, unreadable
+from kvtier.tiers.disk.files import Files, is_shortage
 from kvtier.tiers.disk.layout import (
     ENTRY,
     HAS_PARENT,
@@ -46,11 +47,20 @@ class Survey:
     """Oldest first."""
     unusable: list[tuple[str, str]] = field(default_factory=list)
     """Names of segments that are none, and what is wrong with each."""
+    unread: list[tuple[str, str]] = field(default_factory=list)
+    """Names of segments that the device does not give, which may be good, and why."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether there are segments, and nothing that says whether a reset made them void."""
+        return self.meta is None and bool(self.contents.segments)
 
     @property
     def epoch(self) -> int:
-        """The latest that anything here knows of: it must never go back, whatever was damaged."""
-        of_segments = max((found.header.epoch for found in self.segments), default=0)
+        """The latest that anything here knows of: it must never go back, whatever was damaged. Later than all of them
+        where a reset may have been forgotten.
+        """
+        of_segments = max((found.header.epoch for found in self.segments), default=0) + self.is_lost
         return max(of_segments, self.meta.epoch if self.meta else 0)
 
 
@@ -64,14 +74,21 @@ class FoundBlocks:
 
 
 def survey(directory: Directory, files: Files) -> Survey:
-    """Read meta and segment headers. Raises ConfigError when any is of a newer format; changes nothing."""
+    """Read meta and segment headers. Raises ConfigError when any is of a newer format or cannot be opened now, which is
+    no fault of the file; changes nothing.
+    """
     meta, has_meta_file = directory.read_meta()
     found = Survey(meta, has_meta_file, directory.contents())
     for name in found.contents.segments:
         try:
             looked = _look(directory, files, name)
-        except OSError as error:
-            looked = error.strerror or str(error)
+        except FileNotFoundError as error:
+            looked = str(error)
+        except (OSError, MemoryError) as error:
+            if is_shortage(error):
+                raise unreadable(directory.path, name, error) from error
+            found.unread.append((name, str(error)))
+            continue
         except NewerFormatError as error:
             raise newer_format(directory.path, name, error.args[0]) from None
         if isinstance(looked, str):
@@ -99,9 +116,14 @@ def _look(directory: Directory, files: Files, name: str) -> FoundSegment | str:
 
 
 def read_blocks(fd: int, header: SegmentHeader, files: Files, scratch: ScratchPool) -> FoundBlocks:
-    """The blocks of a segment. Takes a read of the footer, or of the whole file. `fd` is not open for direct I/O."""
+    """The blocks of a segment. Takes a read of the footer, or of the whole file. `fd` is not open for direct I/O.
+
+    Raises NewerFormatError for a footer or a frame of a later kvtier.
+    """
     by_footer = read_footer(fd, header, files)
     if by_footer is not None:
+        if len(by_footer[0]):
+            _check_format(files, fd, int(by_footer[0]["page"][0]))
         return FoundBlocks(*by_footer, has_footer=True)
     rows = []
     tail_page = 1
@@ -118,7 +140,9 @@ def read_blocks(fd: int, header: SegmentHeader, files: Files, scratch: ScratchPo
 
 
 def read_footer(fd: int, header: SegmentHeader, files: Files) -> tuple[Entries, int] | None:
-    """Entries and tail page of a sealed segment; None when its footer is missing, damaged or of another life."""
+    """Entries and tail page of a sealed segment; None when its footer is missing, damaged or of another life.
+    Raises NewerFormatError.
+    """
     try:
         trailer = Trailer.decode(_read(files, fd, header.size - STRIDE_BYTES, STRIDE_BYTES))
         if trailer is None:
@@ -127,9 +151,24 @@ def read_footer(fd: int, header: SegmentHeader, files: Files) -> tuple[Entries, 
         if not 0 <= length < header.size - STRIDE_BYTES or trailer.footer_offset % STRIDE_BYTES:
             return None
         entries = unpack_footer(header, trailer, _read(files, fd, trailer.footer_offset, length))
-    except (OSError, NewerFormatError):
+    except OSError as error:
+        if is_shortage(error):
+            raise
         return None
     return None if entries is None else (entries.copy(), trailer.tail_page)
+
+
+def _check_format(files: Files, fd: int, page: int) -> None:
+    """Of one frame: all of a segment are of one format."""
+    try:
+        FrameHeader.decode(_read(files, fd, page * STRIDE_BYTES, STRIDE_BYTES))
+    except NewerFrameError as error:
+        raise NewerFormatError(error.version) from None
+    except FrameError:
+        return  # a miss, when it is asked for
+    except OSError as error:
+        if is_shortage(error):
+            raise
 
 
 def _read(files: Files, fd: int, offset: int, nbytes: int) -> bytes:

@@ -9,9 +9,9 @@ import numpy as np
 import xxhash
 
 from kvtier.errors import FrameError
-from kvtier.frame import FRAME_MAGIC, HEADER_BYTES, STRIDE_BYTES, FrameHeader, payload_checksum
-from kvtier.tiers.disk.files import Files
-from kvtier.tiers.disk.layout import SegmentHeader
+from kvtier.frame import FRAME_MAGIC, HEADER_BYTES, STRIDE_BYTES, FrameHeader, NewerFrameError, payload_checksum
+from kvtier.tiers.disk.files import Files, is_shortage
+from kvtier.tiers.disk.layout import NewerFormatError, SegmentHeader
 from kvtier.tiers.disk.scratch import ScratchPool
 
 __all__ = ["ScannedFrame", "check_payload", "scan_frames"]
@@ -34,7 +34,7 @@ def scan_frames(files: Files, fd: int, segment: SegmentHeader, scratch: ScratchP
     """Every frame of the segment's present life, in the order of their pages, each with its payload checked.
 
     Frames of an earlier life, damaged headers, holes and pages that cannot be read are passed over. Memory: a window
-    and a piece, however long a header says its payload is.
+    and a piece, however long a header says its payload is. Raises NewerFormatError for a frame of a later kvtier.
     """
     next_page = 1
     end_of_frames = segment.size - STRIDE_BYTES
@@ -74,6 +74,8 @@ def check_payload(files: Files, fd: int, page: int, header: FrameHeader, scratch
                 digest.update(piece)
                 offset += len(piece)
     except OSError as error:
+        if is_shortage(error):
+            raise
         return f"the payload cannot be read: {error.strerror or error}"
     return None if digest.intdigest() == header.checksum else "the payload's checksum does not match"
 
@@ -81,6 +83,8 @@ def check_payload(files: Files, fd: int, page: int, header: FrameHeader, scratch
 def _header(page: memoryview, segment: SegmentHeader) -> FrameHeader | None:
     try:
         header = FrameHeader.decode(page)
+    except NewerFrameError as error:
+        raise NewerFormatError(error.version) from None
     except FrameError:
         return None
     return header if header.container == segment.uuid else None
@@ -90,11 +94,15 @@ def _read_what_is_there(files: Files, fd: int, window: memoryview, start: int) -
     try:
         files.read(fd, [window], start)
         return
-    except OSError:
-        pass  # one bad sector must not cost the window
+    except OSError as error:
+        if is_shortage(error):
+            raise
+        # one bad sector must not cost the window
     for at in range(0, len(window), PIECE_BYTES):
         piece = window[at : at + PIECE_BYTES]
         try:
             files.read(fd, [piece], start + at)
-        except OSError:
+        except OSError as error:
+            if is_shortage(error):
+                raise
             piece[:] = bytes(len(piece))

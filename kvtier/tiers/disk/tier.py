@@ -90,17 +90,20 @@ class DiskTier(Tier):
     def start_epoch(self, epoch: int) -> None:
         """Forget every block at once, and write `epoch` through to the device in every directory.
 
-        Writes under way do not become findable. Raises TierError for an epoch that is not later than the present one,
-        and when a directory could not be told: then the blocks are forgotten for as long as the tier is open, and the
-        call may be repeated.
+        Writes under way do not become findable. What was stored is deleted, or made void where it is in use, so that
+        the reset holds whatever becomes of the meta file. Nothing to do for the present epoch, unless the call before
+        failed. Raises TierError for an earlier epoch, and when a directory could not be told: then the blocks are
+        forgotten for as long as the tier is open, and the call may be repeated.
         """
         with self._operation(), self._resetting:
             current = self._catalog.epoch
-            if epoch < current or (epoch == current and self._epoch_is_safe):
+            if epoch == current and self._epoch_is_safe:
+                return
+            if epoch < current:
                 raise TierError(f"the disk tier is in epoch {current}; a reset begins a later one, not {epoch}")
             self._epoch_is_safe = False
             self._catalog.reset(epoch)
-            failed = [message for volume in self._volumes if (message := volume.remember_epoch(epoch)) is not None]
+            failed = [message for volume in self._volumes if (message := volume.begin_epoch(epoch)) is not None]
             if failed:
                 raise TierError(f"the disk tier could not write down epoch {epoch}: {'; '.join(failed)}")
             self._epoch_is_safe = True
@@ -177,7 +180,7 @@ class DiskTier(Tier):
         return number
 
     def usage(self) -> TierUsage:
-        """Real bytes of all our files. Two or three calls of stat(2) for each directory."""
+        """Real bytes of all our files. As the threads that write last saw them: no system call."""
         self.check_process()
         return TierUsage(self._catalog.num_blocks, self._used_bytes(), self._capacity_bytes)
 
@@ -219,6 +222,9 @@ class DiskTier(Tier):
     def close(self) -> None:
         """Seal the open segments, and give back locks and descriptors; both at the end of the last call under way, if
         there are any. Idempotent. In a fork's child nothing happens: all of it is the parent's.
+
+        A few pages for each directory, written without a lock: a device that hangs keeps only the thread that closes,
+        and what it did not write is found again by a scan.
         """
         if os.getpid() != self._pid:
             return
@@ -315,8 +321,6 @@ class DiskTier(Tier):
         if not self._begin():
             return 0
         try:
-            for volume in self._volumes:
-                volume.refresh_usage()
             return sum(volume.allotment.used_bytes for volume in self._volumes)
         finally:
             self._end()

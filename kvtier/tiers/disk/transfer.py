@@ -14,12 +14,13 @@ from kvtier.errors import FrameError
 from kvtier.frame import HEADER_BYTES, STRIDE_BYTES, FrameHeader, frame_bytes, padded, payload_checksum
 from kvtier.keys import Key
 from kvtier.tiers.base import ReadOutcome
-from kvtier.tiers.disk.files import MAX_VECTORS, Files
+from kvtier.tiers.disk.files import MAX_VECTORS, Files, is_shortage
+from kvtier.tiers.disk.handles import Handles
 from kvtier.tiers.disk.layout import GONE_PAGE
 from kvtier.tiers.disk.scratch import ScratchPool, is_aligned
 from kvtier.tiers.disk.segment import Segment, SegmentRow
 
-__all__ = ["Incoming", "Outgoing", "copy_of", "groups", "read_run", "runs", "write_run"]
+__all__ = ["Incoming", "Outgoing", "copy_of", "groups", "load_run", "runs", "write_run"]
 
 TRANSFER_BYTES = 9 << 20  # of frames, by one system call: a job of 8 MiB of blocks; a longer frame goes alone
 MAX_FRAMES = MAX_VECTORS // 3  # a header page, a body, a tail page
@@ -84,9 +85,12 @@ class Outgoing:
 
 
 class Incoming:
-    """One block on its way from a segment. The thread that reads owns it."""
+    """One block on its way from a segment. The thread that reads owns it.
 
-    __slots__ = ("buffer", "entry", "frame_bytes", "key", "outcome", "position", "row", "segment")
+    may_be_good: it was not read for a reason that says nothing of it.
+    """
+
+    __slots__ = ("buffer", "entry", "frame_bytes", "key", "may_be_good", "outcome", "position", "row", "segment")
 
     def __init__(
         self, position: int, key: Key, buffer: memoryview, segment: Segment, entry: int, row: SegmentRow
@@ -98,6 +102,7 @@ class Incoming:
         self.entry = entry
         self.row = row
         self.outcome = ReadOutcome.ERROR
+        self.may_be_good = False
         self.frame_bytes = frame_bytes(row.stored_bytes)
 
 
@@ -159,7 +164,20 @@ def write_run(
         files.write(fd, vectors, frames[0].page * STRIDE_BYTES)
 
 
-def read_run(files: Files, fd: int, frames: Sequence[Incoming], scratch: ScratchPool, *, direct: bool) -> None:
+def load_run(files: Files, handles: Handles, run: Sequence[Incoming], scratch: ScratchPool, *, direct: bool) -> None:
+    """Read contiguous frames of one segment; sets each one's outcome, ERROR where the device does not give it."""
+    try:
+        with handles.use(run[0].segment.file.name) as fd:
+            _read_run(files, fd, run, scratch, direct=direct)
+    except (OSError, MemoryError) as error:
+        if len(run) == 1:
+            run[0].may_be_good = is_shortage(error)
+            return
+        for frame in run:  # one bad block must not spoil the others
+            load_run(files, handles, [frame], scratch, direct=direct)
+
+
+def _read_run(files: Files, fd: int, frames: Sequence[Incoming], scratch: ScratchPool, *, direct: bool) -> None:
     """Read contiguous frames into their buffers and check them; sets each one's outcome. OSError when the device gave
     less than asked.
     """

@@ -11,26 +11,26 @@ from itertools import groupby
 
 import numpy as np
 
-from kvtier.errors import IntegrityError
 from kvtier.frame import STRIDE_BYTES
 from kvtier.keys import Key
 from kvtier.tiers.base import WriteOutcome
 from kvtier.tiers.disk.allotment import Allotment
 from kvtier.tiers.disk.catalog import Catalog, Removed
 from kvtier.tiers.disk.directory import Directory
-from kvtier.tiers.disk.files import Files
+from kvtier.tiers.disk.files import NO_SPACE, Files
 from kvtier.tiers.disk.handles import Handles
 from kvtier.tiers.disk.layout import (
     ENTRY,
     GONE_PAGE,
     UUID_BYTES,
     SegmentHeader,
+    is_segment_name,
     max_frame_bytes,
     pack_footer,
 )
 from kvtier.tiers.disk.scratch import ScratchPool
 from kvtier.tiers.disk.segment import Segment, SegmentFile, SegmentRow, SegmentState
-from kvtier.tiers.disk.transfer import Incoming, Outgoing, copy_of, groups, read_run, runs, write_run
+from kvtier.tiers.disk.transfer import Incoming, Outgoing, copy_of, groups, load_run, runs, write_run
 
 __all__ = ["READMIT_SHARE", "Volume"]
 
@@ -86,8 +86,9 @@ class Volume:
             group = next(groups(frames[at:]))
             placed = self._place(group)
             if placed is None:
+                why = WriteOutcome.ERROR if self.allotment.is_cooling else WriteOutcome.FULL
                 stale = group[0].epoch != self._catalog.epoch
-                return _answer(frames[at:], WriteOutcome.ERROR if stale else self._why_not(), outcomes)
+                return _answer(frames[at:], WriteOutcome.WITHDRAWN if stale else why, outcomes)
             segment, count = placed
             failed = self._write(segment, group[:count], outcomes)
             if failed is not None:
@@ -95,9 +96,6 @@ class Volume:
             at += count
             self._look_ahead()
         return ()
-
-    def _why_not(self) -> WriteOutcome:
-        return WriteOutcome.ERROR if self.allotment.is_cooling else WriteOutcome.FULL
 
     def _write(self, segment: Segment, frames: Sequence[Outgoing], outcomes: list[WriteOutcome]) -> WriteOutcome | None:
         """Write a placed run and publish it; None, or the outcome of all its blocks when that failed."""
@@ -112,6 +110,7 @@ class Volume:
             self._catalog.count_write_error()
             return WriteOutcome.FULL if self.allotment.note(error) else WriteOutcome.ERROR
         finally:
+            self.allotment.refresh(segment.file)
             self._end_write(segment)
         return None
 
@@ -187,16 +186,7 @@ class Volume:
         frames.sort(key=lambda frame: (frame.segment.number, frame.row.page))
         for _, of_segment in groupby(frames, key=lambda frame: frame.segment.number):
             for run in runs(list(of_segment)):
-                self._load_run(run)
-
-    def _load_run(self, run: Sequence[Incoming]) -> None:
-        try:
-            with self._handles.use(run[0].segment.file.name) as fd:
-                read_run(self._files, fd, run, self._scratch, direct=self._direct)
-        except (OSError, MemoryError):
-            if len(run) > 1:  # one bad block must not spoil the others
-                for frame in run:
-                    self._load_run([frame])
+                load_run(self._files, self._handles, run, self._scratch, direct=self._direct)
 
     # ---- rotation, under its lock --------------------------------------------------------------------------------
 
@@ -218,11 +208,12 @@ class Volume:
             if spare is not None and spare[1].epoch == self._catalog.epoch:
                 return True
             self._spare = None
+        self._sweep()
         file = spare[0] if spare is not None else self.allotment.create()
         if file is None and self.allotment.reason is None:
             file = self._evict()
-            if file is None and not self._catalog.segments_of(self.number):
-                self.allotment.note_shortage()
+            if file is None:
+                self.allotment.note_shortage(is_empty=not self._catalog.segments_of(self.number))
         return file is not None and self._begin_life(file)
 
     def _begin_life(self, file: SegmentFile) -> bool:
@@ -234,16 +225,23 @@ class Volume:
             self.allotment.note(error)
             self.discard(file)
             return False
+        if self.directory.epoch != header.epoch:  # the file system was full, when it was to be written down
+            with contextlib.suppress(OSError):
+                self.directory.write_epoch(header.epoch)
         with self._append:
             self._spare = (file, header)
         return True
 
     def _evict(self) -> SegmentFile | None:
         """The file of the oldest segment that is not in use, its used blocks copied to the open one; None when every
-        segment is in use.
+        segment is in use. One of another length is deleted to make room, unless no file can be made now, and
+        no second one where the room was not what was missing.
         """
+        may_create = self.allotment.may_create and not self.allotment.is_cooling
         for victim in self._catalog.segments_of(self.number):
             if victim.state is not SegmentState.SEALED or victim.readers or victim.writers:
+                continue
+            if victim.file.size != self.allotment.segment_bytes and not may_create:
                 continue
             moved = self._readmit(victim, self._open)
             if self._catalog.drop(victim):
@@ -251,7 +249,7 @@ class Volume:
                     return victim.file
                 self.discard(victim.file)
                 file = self.allotment.create()
-                if file is not None:
+                if file is not None or self.allotment.can_create():
                     return file
             elif moved:  # a reader was faster: what was copied is not to be found there again
                 self._overwrite(victim, [])
@@ -321,18 +319,58 @@ class Volume:
             self._open = segment
         return True
 
-    def remember_epoch(self, epoch: int) -> str | None:
-        """Write the epoch through to the device; what kept us from that, if anything."""
-        try:
-            self.directory.write_epoch(epoch)
-        except OSError as error:
-            return f"{self.directory.path}: {error.strerror or error}"
+    def begin_epoch(self, epoch: int) -> str | None:
+        """Make every file of an older epoch void, which gives room too, and write the epoch through to the device. What
+        kept us from that, if anything: where no block of before is left, a full file system is no reason.
+        """
+        with self._rotation:
+            left = self._void()
+            try:
+                self.directory.write_epoch(epoch)
+            except OSError as error:
+                if left or error.errno not in NO_SPACE:
+                    return f"{self.directory.path}: {error.strerror or error}"
+                logger.info("disk.path %s: epoch %d is not written down, %s", self.directory.path, epoch, str(error))
         return None
 
-    def refresh_usage(self) -> None:
-        segment = self._open
-        if segment is not None:
-            self.allotment.refresh(segment.file)
+    def _void(self) -> bool:
+        """Delete what is of an older epoch, or overwrite its header where it is in use. Whether any is left. Under the
+        rotation lock.
+        """
+        epoch = self._catalog.epoch
+        with self._append:
+            segment, spare = self._open, self._spare
+            if segment is not None and segment.header.epoch != epoch:
+                self._open = None
+            if spare is not None and spare[1].epoch != epoch:
+                self._spare = None
+        if segment is not self._open and segment is not None and self._catalog.retire(segment):
+            self._catalog.mark_sealed(segment)
+        if spare is not None and spare[1].epoch != epoch:
+            self.discard(spare[0])
+        self._sweep()
+        pages = {}
+        for old in self._catalog.segments_of(self.number):
+            if old.header.epoch != epoch:
+                # Of a new life in this epoch, since to an open a damaged one is a damaged file.
+                sequence = self._catalog.next_sequence()
+                pages[old.file.name] = SegmentHeader(os.urandom(UUID_BYTES), sequence, epoch, old.file.size).encode()
+        self.allotment.retry_stuck(only_temporary=False)
+        pages |= {name: GONE_PAGE for name in self.allotment.stuck if is_segment_name(name)}
+        left = False
+        for name, page in pages.items():
+            try:
+                self._write_pages(name, memoryview(page), 0)
+            except (OSError, MemoryError) as error:
+                left = True
+                logger.info("disk.path %s: %s could not be made void: %s", self.directory.path, name, str(error))
+        return left
+
+    def _sweep(self) -> None:
+        """Delete the segments of older epochs that nobody uses any more. Under the rotation lock."""
+        for segment in self._catalog.segments_of(self.number):
+            if not self._catalog.is_current(segment) and self._catalog.abandon(segment):
+                self.discard(segment.file)
 
     def close(self, *, seal: bool) -> None:
         """Seal the open segment, if asked, and let go of everything. No other call may be under way or follow."""
@@ -349,16 +387,10 @@ class Volume:
 
     def check_integrity(self) -> None:
         with self._rotation, self._append:
-            held = {file.name for file in self.allotment.held}
             own = {segment.file.name for segment in self._catalog.segments_of(self.number)}
             if self._spare is not None:
                 own.add(self._spare[0].name)
-            if held != own:
-                raise IntegrityError(f"disk tier: files {sorted(held ^ own)} are counted, or in use, but not both")
-            if self.allotment.used_bytes > self.allotment.capacity_bytes:
-                raise IntegrityError(
-                    f"disk tier: {self.allotment.used_bytes} bytes used of {self.allotment.capacity_bytes}"
-                )
+            self.allotment.check_integrity(own)
 
 
 def _answer(frames: Sequence[Outgoing], outcome: WriteOutcome, outcomes: list[WriteOutcome]) -> Sequence[Outgoing]:

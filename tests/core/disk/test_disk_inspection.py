@@ -76,7 +76,8 @@ def test_a_directory_that_is_none_is_refused(rig: DiskRig, tmp_path: Path, look:
             look(path)
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert look(empty) is not None
+    with pytest.raises(ConfigError, match="holds no cache"):
+        look(empty)
     assert list(empty.iterdir()) == []
 
 

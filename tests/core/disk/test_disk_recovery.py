@@ -20,7 +20,7 @@ from kvtier.keys import Extras, Key, Namespace, Shard, digest_tokens, make_key
 from kvtier.layout import KVLayout
 from kvtier.testing.files import Fault
 from kvtier.tiers.base import ReadOutcome, ReadRequest, WriteOutcome, WriteRequest
-from kvtier.tiers.disk import DiskTier, verify_directory
+from kvtier.tiers.disk import DiskTier, list_directory, verify_directory
 
 if TYPE_CHECKING:
     from tests.core.disk.conftest import DiskRig
@@ -303,31 +303,91 @@ def test_a_frame_of_another_file_or_life_is_a_miss(rig: DiskRig, tmp_path: Path)
     assert rig.get(rig.open(), "a") == [MISS]
 
 
-def test_a_damaged_meta_file_does_not_turn_the_epoch_back(rig: DiskRig, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("content", [None, b"", b"garbage" * 2000])
+def test_without_a_meta_file_no_block_is_trusted(
+    rig: DiskRig, caplog: pytest.LogCaptureFixture, content: bytes | None
+) -> None:
+    """A reset may have been written to it and nowhere else."""
     tier = rig.open()
     tier.start_epoch(7)
     rig.put(tier, "a")
     tier.close()
     meta = rig.path / "kvtier.meta"
-    for content in (meta.read_bytes()[:PAGE], b"\0" + meta.read_bytes()[1:], b"", b"garbage" * 2000):
+    if content is None:
+        meta.unlink()
+    else:
         meta.write_bytes(content)
-        again = rig.open()
-        assert again.epoch == 7
-        assert rig.get(again, "a") == [HIT]
-        again.close()
-    meta.unlink()
     again = rig.open()
-    assert (again.epoch, rig.get(again, "a")) == (7, [HIT])
+    assert (again.epoch, rig.get(again, "a")) == (8, [MISS])
+    assert len([record for record in caplog.records if "kvtier.meta" in record.getMessage()]) == 1
+    assert rig.put(again, "b") == [STORED]
     again.close()
-    assert rig.open().epoch == 7
+    last = rig.open()
+    assert (last.epoch, rig.get(last, "a", "b")) == (8, [MISS, HIT])
 
 
-def test_half_of_a_meta_file_is_enough(rig: DiskRig) -> None:
+@pytest.mark.parametrize("harm", ["cut", "first page", "second page"])
+def test_half_of_a_meta_file_is_enough(rig: DiskRig, harm: str) -> None:
     tier = rig.open()
     tier.start_epoch(7)
+    rig.put(tier, "a")
     tier.close()
-    rig.flip(rig.path / "kvtier.meta", 30)
-    assert rig.open().epoch == 7
+    meta = rig.path / "kvtier.meta"
+    whole = meta.read_bytes()
+    if harm == "cut":
+        meta.write_bytes(whole[:PAGE])
+    else:
+        rig.flip(meta, 30 if harm == "first page" else PAGE + 30)
+    again = rig.open()
+    assert (again.epoch, rig.get(again, "a")) == (7, [HIT])
+    assert meta.read_bytes() == whole
+
+
+@pytest.mark.parametrize("fault", [Fault.NO_DESCRIPTOR, Fault.READ_ERROR])
+@pytest.mark.parametrize("where", ["kvtier.meta", "segment-"])
+def test_what_cannot_be_read_now_is_not_deleted(rig: DiskRig, fault: Fault, where: str) -> None:
+    tier = rig.open(capacity=1 << 20)
+    rig.put(tier, *range(20))
+    tier.start_epoch(1)
+    rig.put(tier, *range(20, 40))
+    tier.close()
+    (rig.path / "segment-00000099.kvt").write_bytes(b"garbage")
+    before = {each.name for each in rig.path.iterdir()}
+    rig.files.inject(fault, where=where, times=None if where == "kvtier.meta" else 1)
+    if (fault, where) == (Fault.READ_ERROR, "segment-"):
+        some = rig.open(capacity=1 << 20)
+        assert 0 < some.snapshot().num_blocks < 20
+        some.check_integrity()
+        assert rig.real_bytes() == some.usage().used_bytes
+        some.close()
+    else:
+        with pytest.raises(ConfigError, match=rf"{where}.* cannot be read now.*Nothing was changed"):
+            rig.open(capacity=1 << 20)
+        assert {each.name for each in rig.path.iterdir()} == before
+    rig.files.heal()
+    again = rig.open(capacity=1 << 20)
+    assert again.epoch == 1
+    assert rig.held(again, range(40)) == list(range(20, 40))
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+@pytest.mark.parametrize("where", ["trailer", "frame"])
+def test_a_newer_format_within_a_segment_is_refused(rig: DiskRig, where: str, sealed: bool) -> None:
+    tier = rig.open()
+    rig.put(tier, "a", "b")
+    tier.close() if sealed or where == "trailer" else rig.crash(tier)
+    file, at = rig.find("a")
+    if where == "trailer":
+        at = SEGMENT - PAGE
+    page = file.read_bytes()[at : at + PAGE]
+    patch(file, at, resealed(page[:8] + b"\2\0" + page[10:]))
+    before = {each.name: each.read_bytes() for each in rig.path.iterdir() if each.name != "kvtier.lock"}
+    with pytest.raises(ConfigError, match=rf"{file.name} is of disk format 2.*Nothing was changed"):
+        rig.open()
+    for look in (lambda: list(list_directory(rig.path)), lambda: verify_directory(rig.path)):
+        with pytest.raises(ConfigError, match="is of disk format 2"):
+            look()
+    assert {each.name: each.read_bytes() for each in rig.path.iterdir() if each.name != "kvtier.lock"} == before
 
 
 @pytest.mark.parametrize("name", ["kvtier.meta", "segment-00000002.kvt"])

@@ -239,8 +239,9 @@ def test_without_room_for_any_segment_writes_are_refused(rig: DiskRig) -> None:
 def test_a_full_file_system_is_left_alone_for_a_second(
     rig: DiskRig, fault: Fault, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Where no segment can be evicted: the only one is open."""
     tier = rig.open(capacity=4 << 20)
-    rig.put(tier, *range(6))
+    rig.put(tier, *range(3))
     rig.files.inject(fault, where="segment-")
     names = iter(range(100, 200))
     while rig.put(tier, next(names)) == [STORED]:
@@ -251,7 +252,7 @@ def test_a_full_file_system_is_left_alone_for_a_second(
     (reason,) = tier.snapshot().read_only.values()
     assert reason is not None
     assert "No space left" in reason
-    assert rig.get(tier, *range(6)) == [HIT] * 6
+    assert rig.get(tier, *range(3)) == [HIT] * 3
     rig.clock.advance(1.5)
     rig.put(tier, "probing")  # may still fit the open segment, if only the next could not be allocated
     assert rig.files.counts[fault] == struck + 1
@@ -263,6 +264,97 @@ def test_a_full_file_system_is_left_alone_for_a_second(
     assert rig.get(tier, "a", "b", 0) == [HIT] * 3
     assert sum(record.levelno == logging.WARNING for record in caplog.records) == 1
     tier.check_integrity()
+
+
+def test_a_file_system_without_room_for_more_segments_recycles(rig: DiskRig) -> None:
+    tier = rig.open(capacity=4 << 20)
+    rig.put(tier, *range(60))
+    files = len(rig.segments())
+    rig.files.inject(Fault.FULL_ON_ALLOCATE)
+    for name in range(100, 200):
+        assert rig.put(tier, name) == [STORED]
+        rig.clock.advance(0.1)
+    assert rig.files.counts[Fault.FULL_ON_ALLOCATE] <= 11
+    assert len(rig.segments()) == files
+    assert set(tier.snapshot().read_only.values()) == {None}
+    tier.check_integrity()
+
+
+@pytest.mark.parametrize("fault", [Fault.FULL_ON_ALLOCATE, Fault.NO_DESCRIPTOR])
+def test_segments_of_another_length_outlive_a_file_that_cannot_be_made(rig: DiskRig, fault: Fault) -> None:
+    tier = rig.open(capacity=2 << 20)
+    rig.put(tier, *range(150))
+    tier.close()
+    again = rig.open(capacity=2 << 20, segment_bytes=2 * SEGMENT)
+    before = again.snapshot().num_segments
+    rig.files.inject(fault, where=".tmp")
+    for name in range(200, 220):
+        rig.put(again, name)
+    assert again.snapshot().num_segments >= before - 1
+    rig.files.heal()
+    rig.clock.advance(10)
+    assert rig.put(again, "a") == [STORED]
+    again.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "name", ["segment-99999999999999999.kvt", "segment-" + "9" * 246, "segment-9999999999999999.kvt"]
+)
+def test_names_of_others_do_not_become_ours(rig: DiskRig, name: str) -> None:
+    rig.path.mkdir(mode=0o700)
+    (rig.path / name).write_bytes(b"x")
+    (rig.path / "segment-00000003.kvt").mkdir()
+    for number in range(3):
+        tier = rig.open()
+        assert tier.usage().num_blocks == (number > 0) * len(rig.held(tier, range(100)))
+        assert (number == 0) is not bool(rig.held(tier, range(100)))
+        for each in range(20 * number, 20 * number + 20):
+            assert rig.put(tier, each)[0] in (STORED, WriteOutcome.ALREADY_STORED)
+        tier.check_integrity()
+        tier.close()
+        assert sum(file.lstat().st_blocks * 512 for file in rig.segments() if file.is_file()) <= 320 << 10
+    assert (rig.path / "segment-00000003.kvt").is_dir()
+
+
+def test_a_temporary_file_that_stays_counts_and_stops_others(rig: DiskRig) -> None:
+    tier = rig.open(capacity=1 << 20)
+    rig.files.inject(Fault.FULL_ON_ALLOCATE, times=1)
+    rig.files.inject(Fault.STUCK, where=".tmp")
+    assert rig.put(tier, "a") == [FULL]
+    for _ in range(5):
+        rig.clock.advance(2)
+        assert rig.put(tier, "a") == [FULL]
+    assert len(list(rig.path.glob("*.tmp"))) == 1
+    assert tier.usage().used_bytes == rig.real_bytes()
+    rig.files.heal()
+    rig.clock.advance(2)
+    assert rig.put(tier, "a") == [STORED]
+    assert not list(rig.path.glob("*.tmp"))
+    tier.check_integrity()
+
+
+@pytest.mark.parametrize("fault", [Fault.FULL_ON_WRITE, Fault.WRITE_ERROR])
+def test_a_clock_that_goes_back_ends_a_pause(rig: DiskRig, fault: Fault) -> None:
+    tier = rig.open()
+    rig.put(tier, "a")
+    rig.files.inject(fault, times=1)
+    assert rig.put(tier, "b") != [STORED]
+    rig.clock._now -= 1000
+    assert not tier._volumes[0].allotment.is_cooling
+    assert rig.put(tier, "b") == [STORED]
+
+
+def test_counting_asks_the_system_for_nothing(rig: DiskRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = rig.open(capacity=1 << 20)
+    rig.put(tier, *range(30))
+    used = rig.real_bytes()
+
+    def refuse(*_: object) -> object:
+        raise AssertionError("a system call")
+
+    for name in ("stat", "open", "free_bytes", "preadv"):
+        monkeypatch.setattr(rig.files, name, refuse)
+    assert tier.usage().used_bytes == tier.snapshot().used_bytes == used
 
 
 def test_while_one_directory_is_full_the_others_take_the_blocks(rig: DiskRig, tmp_path: Path) -> None:
