@@ -20,6 +20,7 @@ def test_the_example_restores_from_disk_the_second_time(
     code = section.split("```python\n", 1)[1].split("```", 1)[0]
     script = tmp_path / "example.py"
     script.write_text(code.replace("2GiB", "512MiB").replace("8GiB", "512MiB"))
+    monkeypatch.setattr("tqdm.std.tqdm.monitor_interval", 0)  # a progress bar's thread would outlive the test
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(script))
     runpy.run_path(str(script))
