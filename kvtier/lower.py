@@ -40,7 +40,7 @@ MAX_QUEUED_BYTES = 1 << 30
 RESET_TIMEOUT_S = 10.0
 POLL_S = 0.1
 MIN_CLOSE_S = 0.5
-MAX_TOUCHES = 256  # prompts whose uses wait to be noted; beyond it the oldest are forgotten
+MAX_USES = 256  # prompts whose uses wait to be noted; beyond it the oldest are forgotten
 
 
 def open_disk(settings: DiskSettings, clock: Clock, files: Files | None = None) -> DiskTier:
@@ -92,8 +92,8 @@ class LowerTier:
         rate = settings.max_write_rate
         self._throttle = None if rate == "off" else ThrottledTier(self._guard, rate, clock)
         self.tier: Tier = self._throttle or self._guard
-        self._touches: deque[tuple[bytes, Sequence[BlockDigest]]] = deque(maxlen=MAX_TOUCHES)
-        self._touching = False
+        self._uses: deque[tuple[bytes, Sequence[BlockDigest], BlockDigest | None]] = deque(maxlen=MAX_USES)
+        self._is_noting = False
         self._lock = threading.Lock()
         self._closed = False
         if executor is None:
@@ -130,24 +130,25 @@ class LowerTier:
         return self.tier.epoch
 
     def note_use(self, namespace: bytes, digests: Sequence[BlockDigest], parent: BlockDigest | None) -> None:
-        """A prompt uses these blocks, whichever tier served them; `parent` comes before the first. Quick."""
-        self.write_behind.note_use(namespace, digests, parent)
+        """A prompt uses these blocks, whichever tier served them; `parent` comes before the first. A thread of the tier
+        notes it: this only remembers the prompt."""
         if not digests:
             return
         with self._lock:
-            self._touches.append((namespace, digests))
-            submit, self._touching = not self._touching, True
-        if submit and not self.executor.try_submit(self._touch, urgent=False):
+            self._uses.append((namespace, digests, parent))
+            submit, self._is_noting = not self._is_noting, True
+        if submit and not self.executor.try_submit(self._note_uses, urgent=False):
             with self._lock:
-                self._touching = False  # the next use tries again
+                self._is_noting = False  # the next use tries again
 
-    def _touch(self) -> None:
-        """All uses that were noted since: one job however many they are, so that they take no writer's place."""
+    def _note_uses(self) -> None:
+        """All uses that were told since: one job however many they are, so that they take no writer's place."""
         with self._lock:
-            touches = list(self._touches)
-            self._touches.clear()
-            self._touching = False
-        for namespace, digests in touches:
+            uses = list(self._uses)
+            self._uses.clear()
+            self._is_noting = False
+        for namespace, digests, parent in uses:
+            self.write_behind.note_use(namespace, digests, parent)
             self.tier.touch([make_key(namespace, digest) for digest in digests])
 
     def start_epoch(self, epoch: int) -> None:

@@ -29,7 +29,6 @@ MAX_NOTED = 1 << 16  # dropped blocks, and uses of blocks, that are remembered: 
 ENQUEUED_AT_ONCE = 16  # blocks by which the bound can be passed
 
 NOTED_AT_ONCE = 1024  # uses of a prompt's blocks, under one hold of the lock: about a millisecond
-MAX_LATER = 64  # prompts of which the rest is to be noted; beyond, the oldest is forgotten
 
 NO_ROOM = frozenset({DropReason.BACKLOG, DropReason.ORPHAN})
 NOT_AGAIN = frozenset({DropReason.ALREADY_STORED, DropReason.EVICTED, DropReason.CLOSED, DropReason.RESET})
@@ -70,12 +69,11 @@ class WriteBehind:
     order, within a bound of bytes; beyond the bound it is dropped, and so are blocks behind it in its chain, which
     nobody could reach. What was dropped for a passing reason is due again when a prompt next uses it, or at a flush.
 
-    `offer` and `note_use` never block and are for the engine's thread; jobs run on the tier's executor, which does
-    reads first. A job whose successor the executor refuses goes on itself; where none runs, the next offer or use asks
-    again.
+    `offer` never blocks and is for the engine's thread; jobs run on the tier's executor, which does reads first. A job
+    whose successor the executor refuses goes on itself; where none runs, the next offer or use asks again.
 
-    Mutable state: `_queue`, `_queued_bytes`, `_num_jobs`, `_num_running`, `_num_resets`, `_dropped`, `_uses`, `_later`,
-    `_is_noting`, `_closed`, guarded by `_changed`, a leaf: nothing is called under it.
+    Mutable state: `_queue`, `_queued_bytes`, `_num_jobs`, `_num_running`, `_num_resets`, `_dropped`, `_uses`,
+    `_closed`, guarded by `_changed`, a leaf: nothing is called under it.
     """
 
     def __init__(
@@ -105,8 +103,6 @@ class WriteBehind:
         self._num_jobs = 0
         self._num_running = 0
         self._num_resets = 0
-        self._later: deque[tuple[bytes, Sequence[BlockDigest], BlockDigest]] = deque(maxlen=MAX_LATER)
-        self._is_noting = False
         self._dropped: OrderedDict[Key, bytes] = OrderedDict()
         self._uses: OrderedDict[Key, int] = OrderedDict()
         self._closed = False
@@ -129,33 +125,15 @@ class WriteBehind:
         self._make_due(due)
 
     def note_use(self, namespace: bytes, digests: Sequence[BlockDigest], parent: BlockDigest | None) -> None:
-        """A prompt used these blocks, wherever they were; `parent` comes before the first. Of a long prompt the tier's
-        thread notes the rest, if it comes to that."""
+        """A prompt used these blocks, wherever they were; `parent` comes before the first. Costs in proportion to the
+        prompt: for a thread of the tier. A stretch at a time, since the engine's thread waits for the same lock."""
         if self._queue and not self._num_jobs:  # the executor refused the last time
             self._start_jobs()
-        if self._closed or (self._min_uses == 1 and not self._dropped):
-            return
-        self._note_use(namespace, digests[:NOTED_AT_ONCE], parent)
-        if len(digests) <= NOTED_AT_ONCE:
-            return
-        with self._changed:
-            self._later.append((namespace, digests[NOTED_AT_ONCE:MAX_NOTED], digests[NOTED_AT_ONCE - 1]))
-            starts, self._is_noting = not self._is_noting, True
-        if starts and not self._executor.try_submit(self._note_later, urgent=False):
-            with self._changed:
-                self._is_noting = False  # a later prompt may have it noted
-
-    def _note_later(self) -> None:
-        """On a thread of the tier, a stretch at a time: the engine's thread waits for the same lock."""
-        while True:
-            with self._changed:
-                self._is_noting = len(self._later) > 0 and not self._closed
-                if not self._is_noting:
-                    return
-                namespace, digests, parent = self._later.popleft()
-            for start in range(0, len(digests), NOTED_AT_ONCE):
-                above = digests[start - 1] if start else parent
-                self._note_use(namespace, digests[start : start + NOTED_AT_ONCE], above)
+        for start in range(0, min(len(digests), MAX_NOTED), NOTED_AT_ONCE):
+            if self._closed or (self._min_uses == 1 and not self._dropped):
+                return
+            above = digests[start - 1] if start else parent
+            self._note_use(namespace, digests[start : start + NOTED_AT_ONCE], above)
 
     def _note_use(self, namespace: bytes, digests: Sequence[BlockDigest], parent: BlockDigest | None) -> None:
         keys = [make_key(namespace, digest) for digest in digests]
@@ -210,13 +188,13 @@ class WriteBehind:
             self._num_resets += 1
             self._dropped.clear()
             self._uses.clear()
-            self._later.clear()
             left = self._take_queue()
             self._changed.notify_all()
         self._give_up(left, DropReason.RESET)
 
     def close(self) -> None:
-        """Drop what is queued. The executor was closed first; blocks that a stuck thread writes stay leased."""
+        """Drop what is queued. Blocks that are being written stay leased until another call, once they are not: a stuck
+        thread's for good."""
         self._unsubscribe()
         with self._changed:
             self._closed = True

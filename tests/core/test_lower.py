@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvtier import lower as lower_module
+from kvtier import writebehind as writebehind_module
 from kvtier.config import DiskSettings, load_settings
 from kvtier.errors import ConfigError, TierError
 from kvtier.executor import ThreadExecutor
@@ -304,10 +305,45 @@ def test_uses_wait_as_one_job_and_the_oldest_are_forgotten(make: Callable[..., H
     harness.lower.note_use(SPACE, [name(2)], None)
     assert len(harness.jobs) == 1
     harness.jobs.run_all()
-    assert len(touched) == lower_module.MAX_TOUCHES
+    assert len(touched) == lower_module.MAX_USES
     assert touched[-1] == [make_key(SPACE, name(2))]
     harness.lower.note_use(SPACE, [name(1)], None)
     assert len(harness.jobs) == 1
+
+
+def test_the_engines_thread_looks_at_no_block_of_a_prompt(
+    make: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = make(min_uses=2)
+    harness.put(*range(4))
+    harness.jobs.run_all()
+    made: list[bytes] = []
+
+    def counting(namespace: bytes, digest: bytes) -> Key:
+        made.append(digest)
+        return make_key(namespace, digest)
+
+    with monkeypatch.context() as patch:
+        for module in (lower_module, writebehind_module):
+            patch.setattr(module, "make_key", counting)
+        harness.lower.note_use(SPACE, [name(number) for number in range(4)], None)
+    assert made == []
+    assert len(harness.jobs) == 1
+    harness.jobs.run_all()
+    assert all(harness.lower.holds(SPACE, name(number)) for number in range(4)), "its second use"
+
+
+def test_uses_that_the_executor_refused_are_noted_with_the_next(
+    make: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = make(min_uses=2)
+    harness.put(1, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(harness.jobs, "try_submit", lambda job, urgent: False)
+        harness.lower.note_use(SPACE, [name(1)], None)
+    harness.lower.note_use(SPACE, [name(2)], None)
+    harness.jobs.run_all()
+    assert [harness.lower.holds(SPACE, name(number)) for number in (1, 2)] == [True, True]
 
 
 # ---- ends ------------------------------------------------------------------------------------------------------------

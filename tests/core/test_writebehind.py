@@ -582,64 +582,30 @@ def test_where_the_executor_took_no_job_at_all_the_next_use_asks_again(
 # ---- long prompts ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def two_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writebehind_module, "NOTED_AT_ONCE", 2)
-
-
-@pytest.mark.usefixtures("two_at_once")
 @pytest.mark.parametrize("min_uses", [1, 2])
-def test_of_a_long_prompt_the_caller_notes_a_part_and_the_tiers_thread_the_rest(
+def test_a_long_prompt_is_noted_in_stretches_and_written_prefix_first(
     monkeypatch: pytest.MonkeyPatch, min_uses: int
 ) -> None:
+    monkeypatch.setattr(writebehind_module, "NOTED_AT_ONCE", 2)
     harness = Harness(8, min_uses=min_uses)
     harness.tier.answer = lambda number: WriteOutcome.ERROR
     harness.store_chain(*range(7))
     harness.run_all()
     harness.tier.answer = lambda number: None
     harness.tier.batches.clear()
-    made: list[bytes] = []
-
-    def counting(namespace: bytes, digest: bytes) -> Key:
-        made.append(digest)
-        return make_key(namespace, digest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(writebehind_module, "make_key", counting)
-        harness.use(*range(7))
-    assert len(made) <= 2
-    assert len(harness.jobs) == 2, "the writes of the first, and the noting of the rest"
+    harness.use(*range(7))
     harness.run_all()
     assert harness.tier.numbers == set(range(7))
     assert harness.tier.write_numbers == list(range(7)), "prefix first, so that none is an orphan"
     harness.close()
 
 
-@pytest.mark.usefixtures("two_at_once")
-def test_long_prompts_wait_in_one_job_and_only_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writebehind_module, "MAX_LATER", 2)
+def test_of_a_prompt_longer_than_can_be_remembered_the_rest_is_not_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writebehind_module, "NOTED_AT_ONCE", 2)
+    monkeypatch.setattr(writebehind_module, "MAX_NOTED", 4)
     harness = Harness(8, min_uses=2)
-    for first in (0, 10, 20, 30):
-        harness.use(*range(first, first + 4))
-    assert len(harness.jobs) == 1
-    harness.run_all()
-    numbers = {number_of(key) for key in harness.writer._uses}
-    assert numbers == {0, 1, 10, 11} | set(range(20, 24)) | set(range(30, 34))
-    harness.use(*range(40, 44))
-    harness.run_all()
-    assert key_of(43) in harness.writer._uses
-    harness.close()
-
-
-@pytest.mark.usefixtures("two_at_once")
-def test_a_refused_noting_is_tried_with_the_next_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    harness = Harness(8, min_uses=2)
-    with monkeypatch.context() as patch:
-        patch.setattr(harness.jobs, "try_submit", lambda job, urgent: False)
-        harness.use(*range(4))
-    harness.use(*range(10, 14))
-    harness.run_all()
-    assert {number_of(key) for key in harness.writer._uses} == {*range(4), *range(10, 14)}
+    harness.use(*range(10))
+    assert {number_of(key) for key in harness.writer._uses} == set(range(4))
     harness.close()
 
 

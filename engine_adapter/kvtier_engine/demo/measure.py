@@ -240,7 +240,8 @@ class Measurement:
         """As closing does, before the counts are gone: blocks that could not be stored, and what the disk has."""
         llm.engine.check_integrity()
         num_unstored = llm.flush(FLUSH_S)
-        disk = _connector(llm).store.stats().disk
+        stats = llm.stats()
+        disk = stats.disk if stats is not None else None
         if disk is None:
             raise ConfigError("the demo needs a disk tier")
         self._progress(f"{disk.blocks} blocks are on disk; the first engine closes")

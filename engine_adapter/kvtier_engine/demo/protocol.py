@@ -15,11 +15,10 @@ from kvtier.keys import BlockDigest
 __all__ = ["Ask", "Ready", "Start", "Turn"]
 
 
+@dataclass(frozen=True, slots=True)
 class _Message:
-    __slots__ = ()
-
     def to_line(self) -> bytes:
-        return json.dumps(asdict(self)).encode() + b"\n"  # type: ignore[call-overload]
+        return json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
     def from_line(cls, line: bytes) -> Self:

@@ -106,8 +106,9 @@ def _turn(llm: LLM, messages: list[dict[str, str]]) -> Turn:
 
 
 def _stats(llm: LLM) -> StatsSnapshot:
-    assert llm.engine.connector is not None
-    return llm.engine.connector.store.stats()
+    stats = llm.stats()
+    assert stats is not None
+    return stats
 
 
 def _difference(after: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:

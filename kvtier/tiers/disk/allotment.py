@@ -60,8 +60,8 @@ def choose_segment_bytes(capacity_bytes: int, own_bytes: int, asked: int | None)
 class Allotment:
     """Makes and deletes a directory's segment files within the cap, and remembers why nothing may be written.
 
-    Mutable state: the files, by the volume's append lock; the reason and its times, by `_lock`, under which nothing
-    blocks. `used_bytes` and `reason` may be read by any thread at any time.
+    Mutable state: the files, by the volume's rotation lock; the reason and its times, by `_lock`, under which nothing
+    blocks. `used_bytes` and `reason` may be read, and a file refreshed, by any thread at any time.
     """
 
     def __init__(
@@ -209,6 +209,8 @@ class Allotment:
 
     def create(self) -> SegmentFile | None:
         """A new file with all its room; None when there is no room for it, or the device failed, which is noted."""
+        if self._has_temporary:  # of a create that failed
+            self.retry_stuck(only_temporary=True)
         if not self.may_create or not self.can_create():
             return None
         name = ""
@@ -240,9 +242,11 @@ class Allotment:
         with self._lock:
             if self._is_refused():
                 return False
-        if any(name.endswith(TEMPORARY) for name in self.stuck):
-            self.retry_stuck(only_temporary=True)
-        return self._free_bytes() is not None and not any(name.endswith(TEMPORARY) for name in self.stuck)
+        return self._free_bytes() is not None and not self._has_temporary
+
+    @property
+    def _has_temporary(self) -> bool:
+        return any(name.endswith(TEMPORARY) for name in self.stuck)
 
     def _is_refused(self) -> bool:
         """Under the lock."""

@@ -32,7 +32,7 @@ class SegmentState(Enum):
 
 
 class SegmentFile:
-    """A file of the directory that is, or can become, a segment. Guarded by the volume's append lock."""
+    """A file of the directory that is, or can become, a segment. Its size is refreshed by any thread."""
 
     __slots__ = ("name", "real_bytes", "size")
 

@@ -133,7 +133,7 @@ class DiskTier(Tier):
         """Read blocks straight into the buffers where those begin on a page, else through a copy.
 
         A block that could not be read, or was not what had been written, is forgotten: DAMAGED or ERROR now, and MISS
-        without a look at the device from then on.
+        without a look at the device from then on. For want of descriptors or memory it is ERROR, and kept.
         """
         for request in requests:
             split_key(request.key)
