@@ -17,7 +17,17 @@ from kvtier.reasons import DropReason, MissReason
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-__all__ = ["DiskStats", "Ledger", "LedgerSnapshot", "Snapshot", "StatsCollector", "StatsSnapshot", "StoreCounters"]
+__all__ = [
+    "DiskStats",
+    "Ledger",
+    "LedgerSnapshot",
+    "RestoreStatus",
+    "RestoreTally",
+    "Snapshot",
+    "StatsCollector",
+    "StatsSnapshot",
+    "StoreCounters",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +156,79 @@ class DiskStats:
 
 
 @dataclass(frozen=True, slots=True)
+class RestoreStatus:
+    """One moment of the restore decision. Counters run from its making; nothing is ever negative."""
+
+    active_waits: int
+    """Restores that wait for a tier or a copy now."""
+    capacity_waiters: int
+    """Restores that were refused GPU blocks and wait for them now."""
+    longest_capacity_wait_seconds: float
+    """How long the longest of those has waited by now."""
+    capacity_waits: int
+    """Waits for GPU blocks begun."""
+    capacity_expired: int
+    """Of those, how many lasted until `restore.capacity_bound_s`."""
+    fallbacks: Mapping[str, int]
+    """Requests that compute what they had hoped to restore, by reason: each is one event of the log."""
+    fallback_blocks: int
+    """Blocks that these compute."""
+    fallback_tokens: int
+    """Tokens that these compute."""
+    held_back_warnings: int
+    """Of those events, how many had no line of their own in the log: a later line has their sum."""
+    decisions: Mapping[str, int]
+    """Lookups that found something, by what was decided: `restore` all of it, `partial`, `recompute`."""
+    predictions: int
+    """Restores that ended by landing or by their time, of which it had been predicted how long they take."""
+    predicted_seconds: float
+    """What had been predicted for these, together."""
+    actual_seconds: float
+    """What these took; for one that its time ended, until then."""
+    error_seconds: float
+    """By how much each prediction was wrong, together."""
+    avoided_seconds: float
+    """What computing the blocks that landed would have taken, by estimate: to compare with `restoring_seconds`."""
+    restoring_seconds: float
+    """What all restores waited for lookups, tiers and copies, in vain or not."""
+    tier_rates: Mapping[str, float]
+    """Bytes a second by tier, as last measured; `host` is the copy to the GPU."""
+
+
+class RestoreTally:
+    """What the restore decision counts of its restores' time and choices. Engine's thread; others may read."""
+
+    __slots__ = (
+        "actual_s",
+        "avoided_s",
+        "decisions",
+        "error_s",
+        "num_active",
+        "num_expired",
+        "num_predictions",
+        "predicted_s",
+        "restoring_s",
+    )
+
+    def __init__(self) -> None:
+        self.num_active = 0
+        self.num_expired = 0
+        self.decisions: Counter[str] = Counter()
+        self.num_predictions = 0
+        self.predicted_s = 0.0
+        self.actual_s = 0.0
+        self.error_s = 0.0
+        self.avoided_s = 0.0
+        self.restoring_s = 0.0
+
+    def add_prediction(self, predicted_s: float, actual_s: float) -> None:
+        self.num_predictions += 1
+        self.predicted_s += predicted_s
+        self.actual_s += actual_s
+        self.error_s += abs(predicted_s - actual_s)
+
+
+@dataclass(frozen=True, slots=True)
 class StatsSnapshot:
     """One moment of a store. Counters run from its opening; nothing is ever negative."""
 
@@ -215,6 +298,10 @@ GAUGES = frozenset(
         "available",
         "modes",
         "read_only",
+        "active_waits",
+        "capacity_waiters",
+        "longest_capacity_wait_seconds",
+        "tier_rates",
     }
 )
 LABELS = {
@@ -227,6 +314,8 @@ LABELS = {
     "writes": "outcome",
     "modes": "directory",
     "read_only": "directory",
+    "decisions": "outcome",
+    "tier_rates": "tier",
 }
 WORDS = {"modes": "mode", "read_only": "reason"}
 

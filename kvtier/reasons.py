@@ -41,6 +41,12 @@ class MissReason(StrEnum):
     """More was to be read from the lower tier than its queue takes."""
     LIMIT = "limit"
     """The request's `max_restore_tokens` was used up before it."""
+    COST = "cost"
+    """Computing it was judged to be as fast as restoring it."""
+    CAPACITY = "capacity"
+    """There were no GPU blocks to restore into within `restore.capacity_bound_s`, or there will never be."""
+    BUDGET = "budget"
+    """The restore's attempts or its time, `restore.episode_budget_s`, were used up."""
 
 
 class DropReason(StrEnum):
@@ -58,6 +64,8 @@ class DropReason(StrEnum):
     """The transfer queue, or the lower tier's, was full."""
     COPY_FAILED = "copy_failed"
     """The copy down raised."""
+    COPY_TIMEOUT = "copy_timeout"
+    """The copy down was not over within a minute: whoever copies hangs."""
     RESET = "reset"
     """The cache was reset while the copy was under way."""
     CLOSED = "closed"

@@ -17,7 +17,17 @@ from kvtier.tiers.base import ReadOutcome, Tier
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.reservation import Reservation
 
-__all__ = ["OUTCOME_TO_REASON", "ReadBudget", "Source", "Stage", "StageRead", "lease_held", "locate"]
+__all__ = [
+    "OUTCOME_TO_REASON",
+    "Located",
+    "ReadBudget",
+    "Source",
+    "Stage",
+    "StageRead",
+    "lease_held",
+    "locate",
+    "unasked_bytes",
+]
 
 OUTCOME_TO_REASON = {
     ReadOutcome.MISS: MissReason.EVICTED,
@@ -80,18 +90,28 @@ class StageRead:
     after: list[StageRead] = field(default_factory=list)
     """Reads of blocks that follow this one's, which ended before it."""
 
+    def note_outcome(self, outcome: ReadOutcome) -> None:
+        """What the tier answered."""
+        ok = outcome is ReadOutcome.OK
+        self.failure = None if ok else OUTCOME_TO_REASON.get(outcome, MissReason.TIER_ERROR)
+
 
 class ReadBudget:
     """Bytes of reads under way: those that stages wait for within one bound, abandoned ones counted against another of
     the same size, so that what a device never gives back does not keep everybody else waiting.
 
-    Mutable state: the two sums, guarded by the stager's lock.
+    Mutable state: the sums, guarded by the stager's lock.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
+        self._bytes_of: Counter[Source] = Counter()
         self.live_bytes = 0
         self.abandoned_bytes = 0
+
+    def bytes_of(self, source: Source) -> int:
+        """Bytes that one tier is reading, for whomever."""
+        return self._bytes_of[source]
 
     @property
     def is_lost(self) -> bool:
@@ -103,6 +123,7 @@ class ReadBudget:
         return not self.is_lost and (not self.live_bytes or self.live_bytes + nbytes <= self._max_bytes)
 
     def begin(self, read: StageRead) -> None:
+        self._bytes_of[read.source] += read.nbytes
         self.live_bytes += read.nbytes
 
     def leave(self, read: StageRead) -> None:
@@ -115,6 +136,7 @@ class ReadBudget:
 
     def end(self, read: StageRead) -> None:
         read.is_read = True
+        self._bytes_of[read.source] -= read.nbytes
         if read.is_abandoned:
             self.abandoned_bytes -= read.nbytes
         else:
@@ -130,7 +152,7 @@ class ReadBudget:
             if not read.is_read:
                 live += 0 if read.is_abandoned else read.nbytes
                 abandoned += read.nbytes if read.is_abandoned else 0
-        if (live, abandoned) != (self.live_bytes, self.abandoned_bytes):
+        if (live, abandoned) != (self.live_bytes, self.abandoned_bytes) or live + abandoned != self._bytes_of.total():
             raise IntegrityError(
                 f"staging: {self.live_bytes} and {self.abandoned_bytes} bytes counted under way, "
                 f"{live} and {abandoned} are"
@@ -220,8 +242,12 @@ class Stage:
         return self._miss
 
     @property
-    def num_blocks(self) -> int:
+    def digests(self) -> Sequence[BlockDigest]:
         """Blocks that were to be had when it began, host memory's included."""
+        return self._digests
+
+    @property
+    def num_blocks(self) -> int:
         return len(self._digests)
 
     @property
@@ -243,9 +269,17 @@ class Stage:
         """True when it is done; ends it when its time is over or the tier that it waits for is sick."""
         return self._done or self._keeper.poll(self)
 
-    def is_over(self, now: float) -> bool:
-        """Whether its time is over; so it is for a clock that went back, which would make it wait far longer."""
-        return not self._begun_at <= now < self._deadline
+    def stop(self) -> None:
+        """Wait no more, as at its deadline: what came stays leased until `close`."""
+        self._deadline = self._begun_at
+        self.poll()
+
+    def why_over(self, now: float) -> MissReason | None:
+        """Why it waits no longer: its time is over, as for a clock that went back, which would make it wait far longer;
+        or the tier that it waits for is sick."""
+        if not self._begun_at <= now < self._deadline:
+            return MissReason.TIMEOUT
+        return None if all(source.is_available for source in list(self._left)) else MissReason.TIER_DOWN
 
     def first_pending(self) -> int:
         """The first block that it waits for, or the first not asked for; under the stager's lock. O(1) amortised, for
@@ -254,29 +288,78 @@ class Stage:
             self._first += 1
         return self._first
 
+    def note_end(self, read: StageRead, index: int) -> None:
+        """The read of its block at `index` ended; under the stager's lock."""
+        self._pending.discard(index)
+        source = self._sources[index]
+        if source is not None:
+            self._left[source] -= 1
+            if not self._left[source]:
+                del self._left[source]
+        if self._done:
+            return
+        if read.failure is not None and index < self._end:
+            self._end, self._miss = index, read.failure
+        elif read.failure is None and read.reservation is not None:
+            self._arrived[read.source.tier.name] += 1
+
     def close(self) -> None:
         """Let go of what arrived and want no more. Idempotent. Reads under way end on their own, for others."""
         self._keeper.close_stage(self)
 
 
+def unasked_bytes(stages: Iterable[Stage], source: Source) -> int:
+    """Bytes that these stages will ask one tier for; under the stager's lock. Those that begin with the same block
+    share their reads: the longest counts."""
+    ahead: dict[tuple[bytes, BlockDigest], int] = {}
+    for stage in stages:
+        first = (stage._namespace, stage._digests[0])
+        unasked = max(0, stage._left[source] - len(stage._pending)) * stage._nbytes
+        ahead[first] = max(ahead.get(first, 0), unasked)
+    return sum(ahead.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Where the leading blocks of a prompt were when it was looked up: what a stage can begin with.
+
+    sources: for each the lower tier to read it from, or None: it is in host memory, or somebody copies it there.
+    num_host: leading blocks that were in host memory.
+    """
+
+    digests: Sequence[BlockDigest]
+    sources: Sequence[Source | None]
+    num_host: int
+
+    def first(self, count: int) -> Located:
+        return Located(self.digests[:count], self.sources[:count], min(self.num_host, count))
+
+
 def locate(
-    host: HostTier, lower: Sequence[Source], namespace: bytes, digests: Sequence[BlockDigest], max_reads: int
-) -> list[Source | None]:
-    """For the leading blocks that some tier holds, the lower tier to read each from, or None: it is in host memory, or
-    somebody copies it there. Ends before more than `max_reads` would have to be read."""
-    found: list[Source | None] = [None] * host.committed_run(namespace, digests)
-    step = FIRST_LOOK
-    while asked := digests[len(found) : len(found) + step]:
+    host: HostTier,
+    lower: Sequence[Source],
+    namespace: bytes,
+    digests: Sequence[BlockDigest],
+    max_reads: int,
+    max_leased: int | None = None,
+) -> Located:
+    """The leading blocks that some tier holds. Ends before more than `max_reads` would have to be read, and where any
+    is, behind `max_leased` blocks."""
+    num_host = host.committed_run(namespace, digests)
+    found: list[Source | None] = [None] * num_host
+    step, num_reads, num_gone, is_full = FIRST_LOOK, 0, 0, False
+    while not (is_full or num_gone) and (asked := digests[len(found) : len(found) + step]):
         here = _locate(host, lower, namespace, asked)
         for source in here:
-            if max_reads <= 0:
-                return found
+            num_reads += source is not None
+            is_over = max_leased is not None and len(found) >= max_leased
+            is_full = num_reads > max_reads or (num_reads > 0 and is_over)
+            if is_full:
+                break
             found.append(source)
-            max_reads -= source is not None
-        if len(here) < len(asked):
-            return found
+        num_gone = len(asked) - len(here)
         step *= 4
-    return found
+    return Located(digests[: len(found)], found, num_host)
 
 
 def _locate(

@@ -14,8 +14,8 @@ from kvtier.errors import ClosedError, IntegrityError
 from kvtier.keys import BlockDigest, make_key
 from kvtier.pool import HostPool, Owner
 from kvtier.reasons import DropReason, MissReason
-from kvtier.stage import OUTCOME_TO_REASON, ReadBudget, Source, Stage, StageRead, lease_held, locate
-from kvtier.tiers.base import ReadOutcome, ReadRequest
+from kvtier.stage import Located, ReadBudget, Source, Stage, StageRead, lease_held, locate, unasked_bytes
+from kvtier.tiers.base import ReadRequest
 from kvtier.tiers.host import HostTier
 
 __all__ = ["Stager"]
@@ -89,6 +89,20 @@ class Stager:
 
     # ---- the engine's side ---------------------------------------------------------------------------------------
 
+    def locate(
+        self, namespace: bytes, digests: Sequence[BlockDigest], nbytes: int, max_leased: int | None = None
+    ) -> Located:
+        """Where the leading blocks are that some tier holds, as far as one stage could bring them. Pure.
+
+        max_leased: no block behind so many is to be read.
+        """
+        return locate(self._host, self._sources, namespace, digests, self._max_blocks_of(nbytes), max_leased)
+
+    def queued_bytes(self, source: Source) -> int:
+        """Bytes that a tier is to read before those of a stage that begins now. O(stages that run)."""
+        with self._lock:
+            return self._budget.bytes_of(source) + unasked_bytes(self._queue, source)
+
     def begin(
         self,
         name: str,
@@ -97,15 +111,17 @@ class Stager:
         parent: BlockDigest | None,
         nbytes: int,
         max_wait_s: float,
+        found: Located | None = None,
     ) -> Stage | None:
         """Begin to bring the leading blocks that some tier holds to host memory; None if a lower tier has none of them.
 
-        parent: the block before the first, None when that begins its chain. nbytes: a block's length. The leading
-        blocks that host memory holds are leased too, and count as used.
+        parent: the block before the first, None when that begins its chain. nbytes: a block's length. found: what
+        `locate` found of these digests, so that nothing is looked up again. The leading blocks that host memory holds
+        are leased too, and count as used.
         """
         if self._closed or max_wait_s <= 0:
             return None
-        sources = locate(self._host, self._sources, namespace, digests, self._max_blocks_of(nbytes))
+        sources = (found or self.locate(namespace, digests, nbytes)).sources
         if not any(sources):
             return None
         owner = self._pool.owner(f"stage of {name}")
@@ -113,7 +129,7 @@ class Stager:
         if not any(sources[:num_blocks]):  # the block before was evicted since
             owner.close()
             return None
-        digests, sources = digests[:num_blocks], sources[:num_blocks]
+        digests, sources = digests[:num_blocks], list(sources[:num_blocks])
         now = self._clock.now()
         stage = Stage(self, name, namespace, digests, parent, nbytes, sources, now, now + max_wait_s, owner, num_held)
         with self._lock:
@@ -128,12 +144,7 @@ class Stager:
 
     def poll(self, stage: Stage) -> bool:
         """See `Stage.poll`."""
-        reason: MissReason | None = None
-        if stage.is_over(self._clock.now()):
-            reason = MissReason.TIMEOUT
-        elif not all(source.is_available for source in list(stage._left)):
-            reason = MissReason.TIER_DOWN
-        if reason is not None:
+        if (reason := stage.why_over(self._clock.now())) is not None:
             with self._lock:
                 self._cut(stage, reason)
             self._pump(JOBS_AT_ONCE)
@@ -277,7 +288,7 @@ class Stager:
             ]
         )
         for (read, _), outcome in zip(filled, outcomes, strict=True):
-            read.failure = None if outcome is ReadOutcome.OK else OUTCOME_TO_REASON.get(outcome, MissReason.TIER_ERROR)
+            read.note_outcome(outcome)
 
     def _reserve(self, read: StageRead) -> MissReason | None:
         """Set a slot aside. Without one, why; None too when the block came to host memory meanwhile."""
@@ -362,18 +373,7 @@ class Stager:
         """The stages' word of a read; True if one ended by it."""
         ended = False
         for stage, index in read.waiters:
-            stage._pending.discard(index)
-            source = stage._sources[index]
-            if source is not None:
-                stage._left[source] -= 1
-                if not stage._left[source]:
-                    del stage._left[source]
-            if stage._done:
-                continue
-            if read.failure is not None and index < stage._end:
-                stage._end, stage._miss = index, read.failure
-            elif read.failure is None and read.reservation is not None:
-                stage._arrived[read.source.tier.name] += 1
+            stage.note_end(read, index)
             ended |= self._check_done(stage)
         return ended
 

@@ -22,7 +22,7 @@ from kvtier.memory import Pinner, PoolMemory
 from kvtier.metrics import StatsSnapshot, StoreCounters
 from kvtier.pool import HostPool, Lease, Owner
 from kvtier.reasons import DropReason, MissReason
-from kvtier.stage import Stage
+from kvtier.stage import Located, Stage
 from kvtier.staging import Stager
 from kvtier.tickets import Ticket
 from kvtier.tiers.host import HostTier
@@ -111,6 +111,10 @@ class Store:
     @property
     def settings(self) -> Settings:
         return self._settings
+
+    @property
+    def clock(self) -> Clock:
+        return self._clock
 
     @property
     def host(self) -> HostTier:
@@ -290,15 +294,24 @@ class Space:
                     return MissReason.NOT_STAGED if lower.is_available else MissReason.TIER_DOWN
         return miss
 
-    def stage(
-        self, name: str, digests: Sequence[BlockDigest], parent: BlockDigest | None, max_wait_s: float
-    ) -> Stage | None:
-        """Begin to bring a prompt's blocks from lower tiers to host memory; None if those have none.
-
-        See `Stager.begin`. name: the request's, for messages. parent: the block before `digests`. Never blocks.
-        """
+    def locate(self, digests: Sequence[BlockDigest]) -> Located:
+        """Which tier holds each of a prompt's leading blocks, of lower tiers' only what half the host pool takes. Pure,
+        as `lookup`; `stage` can begin with the answer."""
         self._store.check_usable()
-        return self._store.stager.begin(name, self.digest, digests, parent, self.block_bytes, max_wait_s)
+        return self._store.stager.locate(self.digest, digests, self.block_bytes, self.capacity_blocks // 2)
+
+    def stage(
+        self,
+        name: str,
+        digests: Sequence[BlockDigest],
+        parent: BlockDigest | None,
+        max_wait_s: float,
+        found: Located | None = None,
+    ) -> Stage | None:
+        """Begin to bring a prompt's blocks from lower tiers to host memory; None if those have none. Never blocks. See
+        `Stager.begin`. name: the request's, for messages. parent: the block before `digests`."""
+        self._store.check_usable()
+        return self._store.stager.begin(name, self.digest, digests, parent, self.block_bytes, max_wait_s, found)
 
     def note_use(self, digests: Sequence[BlockDigest], parent: BlockDigest | None) -> None:
         """A prompt was admitted that begins with these blocks: tell the lower tiers, which did not serve them all."""

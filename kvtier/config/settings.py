@@ -167,10 +167,20 @@ class RestoreSettings(_Subsystem):
     """Whether stored blocks are restored at all."""
     max_inflight_blocks: Annotated[int, Field(ge=1)] = 512
     """Blocks that may be on their way from host memory to the GPU pool at once."""
-    max_wait_s: Annotated[float, Field(ge=0, le=3600)] = 2.0
+    max_wait_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
     """Seconds that a request waits at most for its blocks to come to host memory."""
     max_staging: Annotated[int, BeforeValidator(parse_size)] = 256 << 20
     """Bytes on their way from lower tiers to host memory at once."""
+    margin: Annotated[float, Field(ge=0, le=100)] = 0.1
+    """By how much of itself a restore must be faster than computing."""
+    capacity_bound_s: Annotated[float, Field(ge=0, le=86400)] = 60.0
+    """Seconds that a restore waits at most for GPU blocks, from the first time that it is refused them."""
+    episode_budget_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
+    """Seconds that lookups, stages and copies of one restore take at most, all attempts together."""
+    max_attempts: Annotated[int, Field(ge=1)] = 4
+    """Lookups of one restore, the first included."""
+    on_failure: Literal["recompute", "fail"] = "recompute"
+    """What becomes of a request whose restore failed for good."""
 
 
 class Settings(_Subsystem):

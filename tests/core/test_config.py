@@ -47,6 +47,11 @@ VALUES: dict[str, tuple[str, object, str]] = {
     "restore.max_inflight_blocks": ("1", 1, "1.5"),
     "restore.max_wait_s": ("0", 0.0, "soon"),
     "restore.max_staging": ("64MiB", 64 << 20, "none"),
+    "restore.margin": ("0.5", 0.5, "-0.1"),
+    "restore.capacity_bound_s": ("0", 0.0, "inf"),
+    "restore.episode_budget_s": ("2.5", 2.5, "nan"),
+    "restore.max_attempts": ("1", 1, "0"),
+    "restore.on_failure": ("fail", "fail", "abort"),
 }
 
 

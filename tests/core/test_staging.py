@@ -943,6 +943,70 @@ def test_one_stage_reads_no_more_than_half_the_pool(eight: Harness) -> None:
     assert (stage.num_end, eight.leased(stage)) == (5, 5)
 
 
+@pytest.mark.parametrize(
+    ("host", "below", "most", "found"),
+    [
+        ((), range(8), None, 4),
+        ((), range(8), 3, 3),
+        (range(6), (6, 7), 4, 6),
+        (range(2), range(2, 8), 4, 4),
+        (range(1, 8), (0,), 4, 4),
+        (range(1, 8), (0,), None, 8),
+    ],
+)
+def test_looking_finds_no_more_than_a_stage_may_read_and_lease(
+    host: Sequence[int], below: Sequence[int], most: int | None, found: int
+) -> None:
+    harness = Harness(8)
+    harness.store(*host)
+    harness.tier.put(*below)
+    used = harness.pool.usage()
+    located = harness.stager.locate(SPACE, [name(number) for number in range(8)], PAGE_BYTES, most)
+    assert len(located.sources) == len(located.digests) == found
+    assert located.num_host == (len(host) if 0 in host else 0)
+    assert harness.pool.usage() == used, "pure"
+    harness.close()
+
+
+def test_a_stage_begins_with_what_was_found_and_looks_nothing_up(eight: Harness) -> None:
+    eight.store(0)
+    eight.tier.put(1, 2)
+    digests = [name(number) for number in range(3)]
+    found = eight.stager.locate(SPACE, digests, PAGE_BYTES)
+    looked = eight.tier.num_contains
+    assert eight.stager.queued_bytes(eight.disk) == 0
+    stage = eight.stager.begin("r", SPACE, digests[:2], None, PAGE_BYTES, 1.0, found.first(2))
+    assert stage is not None
+    eight.stages.append(stage)
+    assert eight.tier.num_contains == looked
+    assert stage.digests == digests[:2]
+    assert eight.stager.queued_bytes(eight.disk) == PAGE_BYTES
+    assert eight.stager.queued_bytes(eight.remote) == 0
+    eight.run_all()
+    assert (stage.done, stage.num_end, dict(stage.arrived)) == (True, 2, {"disk": 1})
+    assert eight.stager.queued_bytes(eight.disk) == 0
+
+
+def test_bytes_queued_count_each_prefix_once() -> None:
+    harness = Harness(64, max_inflight=2)
+    harness.tier.put(*range(20))
+    for _ in range(5):
+        harness.begin(*range(8))
+    assert harness.stager.queued_bytes(harness.disk) <= 10 * PAGE_BYTES
+    harness.begin(*range(10, 14))
+    assert 10 * PAGE_BYTES <= harness.stager.queued_bytes(harness.disk) <= 14 * PAGE_BYTES
+    harness.close()
+
+
+def test_a_stage_that_is_told_to_stop_keeps_what_came(eight: Harness) -> None:
+    eight.tier.put(0, 1)
+    stage = eight.begin(0, 1, wait_s=100.0)
+    eight.run()
+    stage.stop()
+    assert (stage.done, stage.miss, stage.num_end, eight.leased(stage)) == (True, MissReason.TIMEOUT, 1, 1)
+    eight.check()
+
+
 # ---- ends ------------------------------------------------------------------------------------------------------------
 
 
