@@ -1,90 +1,373 @@
-"""The way up, first stage: what a request waits for before it is admitted, and a word when that was in vain."""
+"""The way up, first stage: from a request's arrival until its blocks are in host memory, or its wait is over."""
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 
-from kvtier.config import RestoreSettings
+from kvtier.clock import Clock
 from kvtier.keys import BlockDigest
 from kvtier.reasons import MissReason
-from kvtier.stage import Stage
+from kvtier.restore import RestoreDecision, RestoreEpisode, RestorePhase, TierPart
+from kvtier.stage import Located, Source, Stage
+from kvtier.staging import Stager
 from kvtier.store import Space
-from kvtier_connectors.contract import RequestInfo
+from kvtier_connectors.faults import CAUGHT
 
-__all__ = ["Arrival", "ArrivalFlow"]
+__all__ = ["HOST", "MAX_ACTIVE", "Arrival", "ArrivalFlow"]
 
-logger = logging.getLogger("kvtier.connector")
+MAX_ACTIVE = 64
+"""Requests for which tiers read at once: enough to keep any device busy. Others wait for one of them to end."""
+MAX_TURNS = 64
+"""Waiting requests that a step begins to stage, at most, so that it stays short."""
+HOST = "host"
+WAITS = frozenset({RestorePhase.LOOKING, RestorePhase.STAGING})
 
 
 @dataclass(eq=False, slots=True)
 class Arrival:
-    """One request's stage, and where in its prompt that begins."""
+    """One request's attempt to restore: the episode that decides, and the stage that brings its blocks.
 
-    stage: Stage
-    first_block: int
-    limit_s: float
+    digests: of all the request's blocks; the list grows as tokens come.
+    """
+
+    episode: RestoreEpisode
+    digests: Sequence[BlockDigest]
+    block_tokens: int
+    stage: Stage | None = None
+    found: Located | None = None
+    """The last answer, while it waits for its turn to be staged."""
+    queued_bytes: int = 0
+    """What the tiers were to read before its stage began."""
+    begun_at: float = 0.0
+    """When its stage began."""
+    arrived: Counter[str] = field(default_factory=Counter)
+    """Blocks that its stages brought, by tier."""
+    has_turn: bool = False
+    """It waited, and is the next to be staged."""
+
+    @property
+    def first_block(self) -> int:
+        """The first block that it goes for."""
+        return self.episode.position // self.block_tokens
+
+    @property
+    def end_block(self) -> int:
+        """The block behind the last one that it goes for."""
+        return self.first_block + self.episode.num_blocks
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether blocks are on their way to host memory, or about to be."""
+        return self.episode.phase in WAITS
 
     @property
     def is_running(self) -> bool:
-        """Whether there is still something to wait for. Ends the wait when its time is over."""
-        return not self.stage.poll()
-
-    def explains(self, block_index: int) -> MissReason | None:
-        """Why the prompt's block at `block_index` is not in host memory, as far as the stage knows."""
-        stage = self.stage
-        if block_index < self.first_block + stage.num_end:
-            return None
-        gave_up = stage.miss is None and stage.num_end < stage.num_blocks
-        return MissReason.TIMEOUT if gave_up else stage.miss
+        return self.stage is not None and not self.stage.done
 
 
 class ArrivalFlow:
-    """Begins and ends the stages of live requests. Engine's thread only; holds nothing of its own."""
+    """Drives episodes through lookup and stage. Engine's thread only.
 
-    def __init__(self, space: Space, settings: RestoreSettings) -> None:
+    At most MAX_ACTIVE are staged at once, and the blocks that stages lease, those of requests that wait for their
+    admission included, are at most half of host memory. Others are *pending*: in the order in which they came they
+    begin when one of these ends, and each gives up when its own wait is over.
+
+    Mutable state: `_new` (to be looked up at the next poll), `_running`, `_pending` and `_resting` (that wait for their
+    admission without leases), which are apart; `_leased`, each block once for every stage that is not closed; `_timers`
+    of the pending.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        stager: Stager,
+        decision: RestoreDecision,
+        clock: Clock,
+        landing_bytes: Callable[[], int],
+        report: Callable[[str, BaseException], None],
+    ) -> None:
+        """landing_bytes: to be copied from host memory before others. report: told what the store raised, and where."""
         self._space = space
-        self._max_wait_s = settings.max_wait_s
-        self._block_tokens = space.namespace.layout.block_tokens
+        self._stager = stager
+        self._decision = decision
+        self._clock = clock
+        self._landing_bytes = landing_bytes
+        self._report = report
+        self._max_leased = max(1, space.capacity_blocks // 2)
+        self._new: dict[Arrival, None] = {}
+        self._running: dict[Arrival, None] = {}
+        self._pending: dict[Arrival, None] = {}
+        self._resting: dict[Arrival, None] = {}
+        self._leased: Counter[BlockDigest] = Counter()
+        self._timers: list[tuple[float, int, Arrival]] = []
+        self._serials = itertools.count()
+        self._is_full = False  # the first of the pending was refused, and nothing has ended since
 
-    def max_blocks(self, request: RequestInfo) -> int | None:
-        """How many of its blocks may be restored; None: all."""
-        tokens = request.options.max_restore_tokens
-        return None if tokens is None else tokens // self._block_tokens
+    @property
+    def num_waiting(self) -> int:
+        return len(self._new) + len(self._running) + len(self._pending)
 
-    def begin(self, request: RequestInfo) -> Arrival | None:
-        """Bring to host memory what only lower tiers hold of its prompt; None when that is nothing."""
-        wait = request.options.max_wait_s
-        limit_s = self._max_wait_s if wait is None else wait
-        start = request.num_local_blocks
-        max_blocks = self.max_blocks(request)
-        wanted: list[BlockDigest] = list(request.digests[start : None if max_blocks is None else start + max_blocks])
-        if not wanted or start < 0:
-            return None
-        parent = request.digests[start - 1] if start else None
-        stage = self._space.stage(request.request_id, wanted, parent, limit_s)
-        return None if stage is None else Arrival(stage, start, limit_s)
+    def begin(self, arrival: Arrival) -> None:
+        """Look its blocks up, and begin to bring what only lower tiers hold."""
+        self._drive(arrival)
 
-    def end(self, request_id: str, arrival: Arrival) -> None:
-        """The request is admitted, with what came: let go of the rest; one warning, and a count, if it waited in vain.
+    def resume(self, arrival: Arrival) -> None:
+        """It is to be looked up once more, at the next poll."""
+        self._new[arrival] = None
 
-        Its landing has leased what it needs.
-        """
-        stage = arrival.stage
-        stage.close()
-        if stage.miss is None:
+    def poll(self) -> list[Arrival]:
+        """Advance all that wait; returns those that wait no more. O(running), and the timers that ran out."""
+        self._observe_first()
+        ended = [arrival for arrival in list(self._new) if self._has_ended(arrival)]
+        # The last first: one that is given up lets the next be read, which would be in vain if that is given up too.
+        ended += reversed([arrival for arrival in reversed(list(self._running)) if self._has_ended(arrival)])
+        others = itertools.chain(self._overdue(), self._refreshed(), self._next_turns())
+        ended += [arrival for arrival in others if self._has_ended(arrival)]
+        return ended
+
+    def next_deadline(self) -> float | None:
+        """When the first wait ends by itself."""
+        if self._new:
+            return self._clock.now()
+        ends = [arrival.episode.deadline for arrival in self._running]
+        while self._timers and self._timers[0][2] not in self._pending:
+            heapq.heappop(self._timers)
+        ends += [self._timers[0][0]] if self._timers else []
+        return min((end for end in ends if end is not None), default=None)
+
+    def give_up(self, arrival: Arrival) -> None:
+        """Wait no more; what came is kept, until `close`."""
+        if arrival.episode.phase is RestorePhase.STAGING:
+            self._end_stage(arrival)
+        if arrival.is_waiting:  # it was to be looked up, for the first time or again
+            self._decision.end(arrival.episode)
+
+    def close(self, arrival: Arrival) -> None:
+        """Let go of what its stage brought, and wait no more for the rest. Idempotent."""
+        for queue in (self._new, self._running, self._pending, self._resting):
+            queue.pop(arrival, None)
+        stage, arrival.stage, arrival.found = arrival.stage, None, None
+        if stage is not None:
+            self._release(stage)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when queues and leases disagree. For tests."""
+        assert len(self._running) <= MAX_ACTIVE
+        assert all(arrival.is_running or arrival.stage is not None for arrival in self._running)
+        assert all(arrival.episode.phase is RestorePhase.STAGING for arrival in self._pending)
+        assert min(self._leased.values(), default=1) > 0
+        assert len(self._leased) <= self._max_leased
+
+    # ---- one request ---------------------------------------------------------------------------------------------
+
+    def _has_ended(self, arrival: Arrival) -> bool:
+        """Take it as far as it goes now; whether it waits no more."""
+        self._new.pop(arrival, None)
+        self._drive(arrival)
+        return not arrival.is_waiting
+
+    def _drive(self, arrival: Arrival) -> None:
+        """Take it as far as it goes now: to a stage that runs, the queue of the pending, or the end of its wait."""
+        try:
+            while arrival.is_waiting and self._advance(arrival):
+                pass
+        except CAUGHT as error:
+            self._report("stage", error)
+            self._decision.end(arrival.episode)
+        if not arrival.is_waiting:
+            self._running.pop(arrival, None)
+            self._pending.pop(arrival, None)
+            self._rest(arrival)
+
+    def _advance(self, arrival: Arrival) -> bool:
+        """One transition; False when there is none now."""
+        if arrival.episode.phase is RestorePhase.LOOKING:
+            self._look(arrival)
+            return True
+        if arrival in self._running:
+            return self._poll_stage(arrival)
+        if arrival in self._pending and not arrival.has_turn:
+            return self._poll_pending(arrival)
+        return self._begin_stage(arrival)
+
+    def _look(self, arrival: Arrival) -> None:
+        first, episode = arrival.first_block, arrival.episode
+        try:
+            found = self._space.locate(arrival.digests[first : first + episode.max_blocks])
+            parts = self._parts(found)
+        except CAUGHT as error:
+            self._report("locate", error)
+            self._decision.not_answered(episode)
             return
-        self._space.count_fallback(stage.miss)
-        num_missing = stage.num_blocks - stage.num_end
-        logger.warning(
-            "request %s: %d of %d blocks did not come from the %s tier (%s) in %.3f s, limit %g s; their %d tokens are "
-            "recomputed",
-            request_id,
-            num_missing,
-            stage.num_blocks,
-            " and ".join(stage.tiers),
-            stage.miss.value,
-            stage.seconds,
-            arrival.limit_s,
-            num_missing * self._block_tokens,
-        )
+        arrival.found = found
+        self._decision.answered(episode, parts)
+
+    def _parts(self, found: Located) -> list[TierPart]:
+        """What each tier holds of it, in the prompt's order. Blocks that somebody else copies to host memory come with
+        the next one that is read, or not at all."""
+        behind = found.sources[found.num_host :]
+        reader = next((source for source in behind if source is not None), None)
+        readers: list[Source | None] = [None] * found.num_host
+        if reader is not None:
+            first = behind.index(reader)
+            readers += [reader] * first + list(behind[first:])
+        parts: list[TierPart] = []
+        for source, blocks in groupby(readers):
+            tier = HOST if source is None else source.tier.name
+            queued_bytes = self._landing_bytes() if source is None else self._stager.queued_bytes(source)
+            parts.append(TierPart(tier, sum(1 for _ in blocks), queued_bytes))
+        return parts
+
+    def _poll_pending(self, arrival: Arrival) -> bool:
+        """Its time may be over."""
+        self._decision.poll(arrival.episode)
+        if arrival.is_waiting:
+            self._set_timer(arrival)
+            return False
+        self._end_stage(arrival)
+        return True
+
+    def _begin_stage(self, arrival: Arrival) -> bool:
+        episode, found = arrival.episode, arrival.found
+        assert found is not None, "a stage begins with what a lookup found"
+        chosen = found.first(episode.num_blocks)
+        if (self._pending and not arrival.has_turn) or not self._has_room(chosen):
+            arrival.has_turn = False
+            self._pending[arrival] = None
+            self._set_timer(arrival)
+            return False
+        arrival.has_turn = False
+        self._pending.pop(arrival, None)
+        wait_s = episode.stage_wait_s
+        if episode.is_blind:  # it may be prolonged
+            wait_s = episode.latest_end - self._clock.now()
+        elif episode.deadline is not None:
+            wait_s = min(wait_s, episode.deadline - self._clock.now())
+        if wait_s <= 0:
+            self._end_stage(arrival)
+            return True
+        before, arrival.stage = arrival.stage, None
+        arrival.queued_bytes = sum(self._stager.queued_bytes(source) for source in set(chosen.sources) if source)
+        parent = arrival.digests[arrival.first_block - 1] if arrival.first_block else None
+        try:
+            stage = self._space.stage(episode.request_id, chosen.digests, parent, wait_s, chosen)
+        except CAUGHT as error:
+            self._report("stage", error)
+            self._decision.staged(episode, 0, MissReason.TIER_ERROR, {}, 0.0, 0)
+            return True
+        finally:
+            if before is not None:
+                self._release(before)
+        if stage is None:
+            self._decision.staged(episode, 0, MissReason.EVICTED, {}, 0.0, 0)
+            return True
+        arrival.stage, arrival.begun_at = stage, self._clock.now()
+        self._leased.update(stage.digests)
+        self._running[arrival] = None
+        return True
+
+    def _poll_stage(self, arrival: Arrival) -> bool:
+        stage = arrival.stage
+        assert stage is not None
+        if not stage.poll():
+            self._decision.poll(arrival.episode)
+            if arrival.is_waiting:
+                return False
+        self._end_stage(arrival)
+        return True
+
+    def _observe_first(self) -> None:
+        """While nobody knows how fast its tiers are, tell what the stage that is being read has brought so far."""
+        arrival = next(iter(self._running), None)
+        if arrival is not None and arrival.stage is not None and arrival.episode.is_blind:
+            seconds = self._clock.now() - arrival.begun_at
+            self._decision.observe_progress(arrival.episode, arrival.stage.arrived, seconds, arrival.queued_bytes)
+
+    def _end_stage(self, arrival: Arrival) -> None:
+        """Its stage, or the wait for it to begin, is over: tell what came."""
+        stage, episode = arrival.stage if arrival in self._running else None, arrival.episode
+        self._running.pop(arrival, None)
+        self._pending.pop(arrival, None)
+        self._is_full = False
+        if stage is None:  # it never began: that of an attempt before has been told of
+            num_host = 0 if arrival.found is None else arrival.found.num_host
+            self._decision.staged(episode, num_host, MissReason.TIMEOUT, {}, 0.0, 0)
+            return
+        if not stage.done:
+            stage.stop()
+        miss = stage.miss
+        if miss is None and stage.num_end < episode.goal:
+            miss = MissReason.EVICTED  # from host memory, since it was looked up
+        arrival.arrived.update(stage.arrived)
+        self._decision.staged(episode, stage.num_end, miss, stage.arrived, stage.seconds, arrival.queued_bytes)
+
+    # ---- turns ---------------------------------------------------------------------------------------------------
+
+    def _has_room(self, chosen: Located) -> bool:
+        if len(self._running) >= MAX_ACTIVE:
+            return False
+        num_new = sum(digest not in self._leased for digest in chosen.digests)
+        return len(self._leased) + num_new <= self._max_leased or not self._leased
+
+    def _next_turns(self) -> Iterator[Arrival]:
+        """Those of the pending for which there is room now, in their order."""
+        for _ in range(MAX_TURNS):
+            arrival = next(iter(self._pending), None)
+            if arrival is None or self._is_full:
+                return
+            assert arrival.found is not None
+            if not self._has_room(arrival.found.first(arrival.episode.num_blocks)):
+                self._is_full = True
+                return
+            arrival.has_turn = True
+            yield arrival
+
+    def _set_timer(self, arrival: Arrival) -> None:
+        """Look at a pending one when its wait is over."""
+        if len(self._timers) > 2 * len(self._pending) + MAX_TURNS:
+            self._timers = [timer for timer in self._timers if timer[2] in self._pending]
+            heapq.heapify(self._timers)
+        due = arrival.episode.deadline
+        heapq.heappush(self._timers, (self._clock.now() if due is None else due, next(self._serials), arrival))
+
+    def _overdue(self) -> Iterator[Arrival]:
+        """Pending ones whose wait is over."""
+        now = self._clock.now()
+        for _ in range(MAX_TURNS):
+            if not (self._timers and self._timers[0][0] <= now):
+                return
+            arrival = heapq.heappop(self._timers)[2]
+            if arrival in self._pending:
+                yield arrival
+
+    def _refreshed(self) -> Iterator[Arrival]:
+        """Look up again what ready ones wait with, when the answer is old; those that lost it and are to be staged."""
+        for arrival in list(itertools.islice(self._resting, MAX_TURNS)):
+            if not self._decision.refresh_due(arrival.episode):
+                return  # they rest in the order in which they were answered
+            del self._resting[arrival]
+            self._decision.refreshing(arrival.episode)
+            self._look(arrival)
+            if arrival.is_waiting:
+                yield arrival
+            else:
+                self._rest(arrival)
+
+    def _rest(self, arrival: Arrival) -> None:
+        """It waits for its admission. What a stage brought is leased; other blocks may leave host memory meanwhile."""
+        arrival.found = None
+        if arrival.episode.phase is RestorePhase.READY and arrival.stage is None:
+            self._resting[arrival] = None
+
+    def _release(self, stage: Stage) -> None:
+        self._is_full = False
+        self._leased.subtract(stage.digests)
+        for digest in stage.digests:
+            if not self._leased[digest]:
+                del self._leased[digest]
+        stage.close()

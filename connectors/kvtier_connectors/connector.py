@@ -15,6 +15,7 @@ from kvtier.errors import LayoutError
 from kvtier.executor import Executor
 from kvtier.keys import Namespace
 from kvtier.layout import KVLayout
+from kvtier.metrics import StatsSnapshot
 from kvtier.reasons import DropReason
 from kvtier.store import Space, Store
 from kvtier_connectors.contract import WRITTEN, BlockPoolView, RestoreOutcome, StepDemand, WriteFence
@@ -178,6 +179,18 @@ class Connector:
         self._unsubscribe()
         if self._owns_store:
             self.store.close(max(MIN_CLOSE_S, deadline - time.monotonic()))
+
+    def stats(self) -> StatsSnapshot:
+        """What the store counts."""
+        return self.store.stats()
+
+    def num_in_flight(self) -> int:
+        """Blocks being copied, down or up."""
+        return self.scheduler.stats().in_flight_blocks
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when ledger, jobs, pins or the store disagree. O(blocks): for tests."""
+        self.scheduler.check_integrity()
 
     def _dropped(self) -> Counter[DropReason]:
         """What was not stored on any way down so far, by reason."""

@@ -1,14 +1,15 @@
-"""The contract between an engine and kvtier: a scheduler half, a worker half, twelve methods in all.
+"""The contract between an engine and kvtier: a scheduler half, a worker half, fifteen methods in all.
 
 A request's life, as the engine calls it (docs/embedding.md has a whole engine):
 
     start_request -> match -> admit -> [landing: complete names the blocks] -> publish ... -> finish_request
 
-A request whose blocks are on their way from a lower tier waits: `match` says so, and is asked again at the next step.
-And once a step `plan_step` -> worker `submit`, worker `poll` -> `complete`. The scheduler half runs on the engine's
-thread and never blocks; the worker half copies on a thread of its own. No method lets an exception out: what goes wrong
-is a miss or a drop with a reason, counted and logged. Only ids cross between the halves, so that they may live in
-different processes.
+A request whose blocks are on their way from a lower tier waits: `match` says so, and `poll_restores` when that is over.
+One that the engine has no room to land is refused (`refuse_restore`), one that was preempted begins again
+(`requeue_request`). Once a step: worker `poll`, `complete`, `poll_restores`, then `plan_step`, worker `submit`. The
+scheduler half runs on the engine's thread and never blocks; the worker half copies on a thread of its own. No method
+lets an exception out: what goes wrong is a miss or a drop with a reason, counted and logged. Only ids cross between the
+halves, so that they may live in different processes.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from kvtier.reasons import MissReason
 
 __all__ = [
     "NO_COPIES",
+    "NO_RESTORES",
+    "NO_WORK",
     "WRITTEN",
     "BlockPoolView",
     "ConnectorScheduler",
@@ -38,7 +41,9 @@ __all__ = [
     "Match",
     "RequestInfo",
     "RestoreOutcome",
+    "RestorePoll",
     "StepDemand",
+    "StepWork",
     "TransferPlan",
     "WriteFence",
 ]
@@ -58,8 +63,11 @@ class BlockPoolView(Protocol):
     def free_queue(self) -> Iterable[int]:
         """Blocks that no request references, the next to be reused first, pinned ones in their place."""
 
-    def pin(self, block_id: int) -> None:
-        """Keep the block's bytes: it is not reused, whatever its requests do, until unpinned as often as pinned."""
+    def pin(self, block_id: int, holder: str) -> None:
+        """Keep the block's bytes: it is not reused, whatever its requests do, until unpinned as often as pinned.
+
+        holder: who keeps it, for messages.
+        """
 
     def unpin(self, block_id: int) -> None:
         """End one pin; the block keeps its place in the free queue."""
@@ -95,12 +103,14 @@ class KVOptions:
     max_wait_s: seconds it waits at most for blocks to come to host memory; None is `restore.max_wait_s`, 0 takes only
         what is there.
     max_restore_tokens: the most of its prompt that is restored; None is all of it.
+    priority: who goes first where the engine schedules by priority: lower values before higher ones.
     """
 
     restore: bool = True
     store: bool = True
     max_wait_s: float | None = None
     max_restore_tokens: int | None = None
+    priority: int = 0
 
     def __post_init__(self) -> None:
         for name in ("restore", "store"):
@@ -111,6 +121,8 @@ class KVOptions:
             raise ConfigError(f"KVOptions.max_wait_s must be seconds from 0 on, or None, not {wait!r}")
         if tokens is not None and (type(tokens) is not int or tokens < 0):
             raise ConfigError(f"KVOptions.max_restore_tokens must be an integer from 0 on, or None, not {tokens!r}")
+        if type(self.priority) is not int:
+            raise ConfigError(f"KVOptions.priority must be an integer, not {self.priority!r}")
 
 
 NO_OPTIONS = KVOptions()
@@ -124,12 +136,14 @@ class RequestInfo:
     digests: one digest per full block of the request's tokens; the same list, growing as tokens come.
     num_local_blocks: leading blocks that the engine's own prefix cache holds as the request arrives: those behind them
         are looked for in lower tiers.
+    num_tokens: that it has as it arrives, for what recomputing would cost; 0 is those of its full blocks.
     """
 
     request_id: str
     digests: Sequence[BlockDigest]
     options: KVOptions = NO_OPTIONS
     num_local_blocks: int = 0
+    num_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +151,8 @@ class Match:
     """What could be restored of a prompt.
 
     num_blocks: blocks after the local ones that could land now. miss: why the next one could not; None if none is left.
-    is_staging: blocks are on their way to host memory, within the request's limit: ask again in the next step, and let
-    others pass. Admitting it all the same is allowed, and gives up the wait.
+    is_staging: blocks are on their way to host memory, within the request's limit: let others pass until
+    `poll_restores` names the request. Admitting it all the same is allowed, and gives up the wait.
     """
 
     num_blocks: int
@@ -147,16 +161,35 @@ class Match:
 
 
 @dataclass(frozen=True, slots=True)
+class StepWork:
+    """What prompts cost this engine, from which the cost of recomputing one is learnt.
+
+    num_tokens: prompt tokens that the last step computed. num_pairs: what their attention looked at: over each
+    request's chunk of n tokens from a position, n x (position + n / 2). seconds: how long that step took, 0 when it is
+    not known. backlog_tokens: prompt tokens that are to be computed before those of a request that arrives now.
+    """
+
+    num_tokens: int
+    num_pairs: float
+    seconds: float
+    backlog_tokens: int
+
+
+NO_WORK = StepWork(0, 0.0, 0.0, 0)
+
+
+@dataclass(frozen=True, slots=True)
 class StepDemand:
     """How soon the free queue will be used up, in blocks.
 
     allocated: taken since the last plan. step_budget: the most that one step can take. waiting: what the requests that
-    wait for admission are known to need.
+    wait for admission are known to need. work: what the last step computed.
     """
 
     allocated: int
     step_budget: int
     waiting: int
+    work: StepWork = NO_WORK
 
 
 class CopyDirection(StrEnum):
@@ -199,13 +232,15 @@ class CopyFailure(StrEnum):
 class CopyResult:
     """The end of a job, told once.
 
-    copied: one positive verdict per block, in the job's order. seconds: copying time.
+    copied: one positive verdict per block, in the job's order. seconds: copying time. rank: of the worker that tells
+    it; a job of several workers has ended when each has told.
     """
 
     job_id: int
     copied: tuple[bool, ...]
     failure: CopyFailure | None = None
     seconds: float = 0.0
+    rank: int = 0
 
     def verdicts(self, num_blocks: int) -> list[bool]:
         """Exactly `num_blocks` verdicts, whatever the worker told: what is not plainly copied is not copied."""
@@ -217,11 +252,41 @@ class CopyResult:
 @dataclass(frozen=True, slots=True)
 class RestoreOutcome:
     """The end of one request's restore. The first `num_landed` of the destination blocks hold their bytes and may be
-    made matchable now; the others hold nothing and are the engine's to compute into or free."""
+    made matchable now; the others hold nothing and are the engine's to compute into or free.
+
+    will_retry: what did not land is looked for once more: the engine gives the blocks up (those that landed stay
+    matchable) and the request waits, as one that `match` said is staging.
+    must_fail: it failed for good, and `restore.on_failure` is `fail`: the engine ends the request with an error.
+    is_abandoned: its time is over, but copies still write the destinations: nothing landed, and the engine gives these
+    blocks up at once (their pins keep them from reuse); the request waits for others and is recomputed.
+    """
 
     request_id: str
     first_block: int
     num_landed: int
+    will_retry: bool = False
+    must_fail: bool = False
+    is_abandoned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePoll:
+    """Where restores stand, once a step.
+
+    ready: requests that no longer wait for blocks to come to host memory: `match` says what they have. failed: those
+    whose blocks could not be brought there, where `restore.on_failure` is `fail`: the engine ends them with an error;
+    they are not in `ready`. outcomes: restores that ended because their time is over. num_active: restores that wait
+    for a tier or a copy. next_deadline: on the connector's clock, when the first wait ends by itself; None without one.
+    """
+
+    ready: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
+    outcomes: tuple[RestoreOutcome, ...] = ()
+    num_active: int = 0
+    next_deadline: float | None = None
+
+
+NO_RESTORES = RestorePoll()
 
 
 class ConnectorScheduler(ABC):
@@ -235,11 +300,34 @@ class ConnectorScheduler(ABC):
         """
 
     @abstractmethod
+    def requeue_request(self, request_id: str, num_local_blocks: int, num_tokens: int) -> None:
+        """A live request was preempted: it lost its blocks and waits again, with the tokens it has now.
+
+        What it may restore is looked for anew, as when it arrived. num_local_blocks, num_tokens: as in RequestInfo.
+        """
+
+    @abstractmethod
+    def poll_restores(self) -> RestorePoll:
+        """Once a step, after `complete`: advance every active restore, whatever the engine has room for.
+
+        Names each request that `match` said is staging once, when that is over. Costs as much as restores are active.
+        """
+
+    @abstractmethod
     def match(self, request_id: str, num_local_blocks: int, max_blocks: int) -> Match:
         """How many of blocks `num_local_blocks ..`, at most `max_blocks`, could be restored.
 
         Pure: may be asked at every step; counts and touches nothing, and costs nothing while it is staging. The engine
         leaves at least one token to compute.
+        """
+
+    @abstractmethod
+    def refuse_restore(self, request_id: str, *, is_permanent: bool = False) -> bool:
+        """The engine has a place for this request, but not the blocks that its restore and the rest of it need now.
+
+        True: go on waiting, and ask again in the next step. False: it has waited for `restore.capacity_bound_s` since
+        the first refusal; recompute it, by ordinary admission: one warning, and `match` finds nothing for it from here
+        on. is_permanent: the blocks will never be there: False at once.
         """
 
     @abstractmethod
@@ -271,10 +359,7 @@ class ConnectorScheduler(ABC):
 
     @abstractmethod
     def complete(self, results: Sequence[CopyResult]) -> list[RestoreOutcome]:
-        """Copies ended: commit, unpin, and report restores that are over.
-
-        Late, double or unknown results are ignored.
-        """
+        """Copies ended: commit, unpin, report restores that are over. Late, double or unknown results are ignored."""
 
     @abstractmethod
     def finish_request(self, request_id: str) -> None:
@@ -303,10 +388,7 @@ class ConnectorWorker(ABC):
 
     @abstractmethod
     def submit(self, plan: TransferPlan, written: WriteFence | None) -> None:
-        """Queue the plan's copies.
-
-        Each begins after `written` fired. Without a fence nothing is copied. Never blocks.
-        """
+        """Queue the plan's copies: each begins after `written` fired, and without a fence nothing is. Never blocks."""
 
     @abstractmethod
     def poll(self, timeout: float = 0.0) -> list[CopyResult]:

@@ -9,10 +9,15 @@ from kvtier.errors import IntegrityError
 from kvtier.keys import BlockDigest
 from kvtier.pool import Lease, Owner
 from kvtier.store import Space
-from kvtier_connectors.contract import BlockPoolView, CopyDirection, CopyJob, CopyResult, RestoreOutcome
+from kvtier_connectors.contract import BlockPoolView, CopyDirection, CopyJob, CopyResult
 from kvtier_connectors.storing import blocks_per_job
 
-__all__ = ["Landing", "LandingFlow"]
+__all__ = ["Landed", "Landing", "LandingFlow"]
+
+
+def holder_name(request_id: str) -> str:
+    """Who keeps slots and blocks, for messages."""
+    return f"restore of {request_id}"
 
 
 @dataclass(eq=False, slots=True)
@@ -28,6 +33,21 @@ class Landing:
     copied: list[bool]
     jobs: dict[int, slice] = field(default_factory=dict)
     """Jobs still running, and which of `block_ids` they write."""
+    seconds: float = 0.0
+    """What its copies took that have ended."""
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.block_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """What came of a landing: its first `num_blocks` blocks hold their bytes. is_void: a reset came first."""
+
+    landing: Landing
+    num_blocks: int
+    is_void: bool
 
 
 class LandingFlow:
@@ -63,7 +83,7 @@ class LandingFlow:
         """
         wanted = min(len(block_ids), len(digests), self.room)
         space_digest = self._space.digest  # before the leases: a reset between the two voids them
-        owner = self._space.owner(f"restore of {request_id}")
+        owner = self._space.owner(holder_name(request_id))
         try:
             leases = self._space.lease(digests[:wanted], owner)
         except BaseException:
@@ -89,19 +109,18 @@ class LandingFlow:
         jobs, self._planned = self._planned, []
         return jobs
 
-    def complete(self, result: CopyResult) -> tuple[Landing, RestoreOutcome] | None:
-        """A job ended; the outcome once it was the landing's last: the blocks up to the first without a verdict."""
+    def complete(self, result: CopyResult) -> Landed | None:
+        """A job ended; what came of the landing once it was its last: the blocks up to the first without a verdict."""
         landing = self._by_job[result.job_id]
         part = landing.jobs[result.job_id]
         landing.copied[part] = result.verdicts(part.stop - part.start)
+        landing.seconds += result.seconds
         del self._by_job[result.job_id], landing.jobs[result.job_id]
         if landing.jobs:
             return None
-        self._num_copying -= len(landing.block_ids)
-        landed = ([*landing.copied, False]).index(False)
-        if landing.space_digest != self._space.digest:
-            landed = 0
-        return landing, RestoreOutcome(landing.request_id, landing.first_block, landed)
+        self._num_copying -= landing.num_blocks
+        is_void = landing.space_digest != self._space.digest
+        return Landed(landing, 0 if is_void else [*landing.copied, False].index(False), is_void)
 
     def release(self, landing: Landing) -> None:
         """After its outcome: nothing writes the destinations or reads the slots any more."""
@@ -129,7 +148,7 @@ class LandingFlow:
 
     def check_integrity(self) -> None:
         landings = {id(landing): landing for landing in self._by_job.values()}
-        if sum(len(landing.block_ids) for landing in landings.values()) != self._num_copying:
+        if sum(landing.num_blocks for landing in landings.values()) != self._num_copying:
             raise IntegrityError(
                 f"restores: {self._num_copying} blocks counted as landing, but their jobs say otherwise"
             )
@@ -138,7 +157,7 @@ class LandingFlow:
         pinned: list[int] = []
         try:
             for block_id in landing.block_ids:
-                self._pool.pin(block_id)
+                self._pool.pin(block_id, holder_name(landing.request_id))
                 pinned.append(block_id)
         except BaseException:
             landing.owner.close()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
+from kvtier.clock import Clock
 from kvtier.errors import IntegrityError
 from kvtier.keys import BlockDigest
 from kvtier.metrics import Ledger
@@ -27,10 +30,15 @@ from kvtier_connectors.published import PublishedBlock, PublishedBlocks
 
 __all__ = ["StoreFlow", "blocks_per_job"]
 
+logger = logging.getLogger("kvtier.connector")
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
 JOB_BYTES = 32 << 20  # a restore waits for one running job at most: a few milliseconds
+COPY_TIMEOUT_S = 60.0
+"""After how long a copy down that was not told over is given up. It takes milliseconds."""
+PIN_HOLDER = "store"
 
 FAILURE_TO_REASON = {
     CopyFailure.BACKLOG: DropReason.BACKLOG,
@@ -58,12 +66,21 @@ class _Copying:
     """The engine reused the block although it is pinned: what was copied may be anything."""
 
 
+@dataclass(eq=False, slots=True)
+class _Job:
+    blocks: list[_Copying]
+    begun_at: float
+
+
 class StoreFlow:
     """Owns the due queue, the stores under way, their pins, and the ledger. Engine's thread only.
 
     A block is dirty, then due (in `_due`, prefix before tail), then copying (in `_jobs`, pinned, slot reserved), then
     stored or dropped with a reason. A due block may be reused before its copy begins; a copying one is pinned. At most
     one entry of `_due` or `_copying` names a GPU block, so both are bounded by the pool.
+
+    A job that is not told over in time is *abandoned*: dropped and unpinned, but its slots stay leased (in
+    `_abandoned`) until its end is told, for the copy may still write them.
     """
 
     def __init__(
@@ -74,6 +91,7 @@ class StoreFlow:
         blocks: PublishedBlocks,
         job_ids: Iterator[int],
         max_inflight_blocks: int,
+        clock: Clock,
         report: Callable[[str, BaseException], None],
     ) -> None:
         """report: told what the store or the engine's pool raised, and in which call."""
@@ -83,11 +101,13 @@ class StoreFlow:
         self._blocks = blocks
         self._job_ids = job_ids
         self._max_inflight = max_inflight_blocks
+        self._clock = clock
         self._report = report
         self._owner = space.owner("stores")
         self._due: OrderedDict[int, PublishedBlock] = OrderedDict()
         self._copying: dict[int, _Copying] = {}
-        self._jobs: dict[int, list[_Copying]] = {}
+        self._jobs: dict[int, _Job] = {}
+        self._abandoned: dict[int, list[_Copying]] = {}
         # Blocks that no prompt can reach in the store, as an ancestor is neither there nor in the GPU pool; and the
         # digests of those ancestors. Each is dropped once, and looked at again when one of the ancestors comes back.
         self._lost: set[int] = set()
@@ -102,7 +122,7 @@ class StoreFlow:
         return len(self._copying)
 
     def knows_job(self, job_id: int) -> bool:
-        return job_id in self._jobs
+        return job_id in self._jobs or job_id in self._abandoned
 
     def publish(self, block: PublishedBlock) -> None:
         """A block became publishable: dirty, unless the store has it already."""
@@ -139,6 +159,7 @@ class StoreFlow:
 
     def plan(self, demand: StepDemand) -> list[CopyJob]:
         """Make what is due due, and begin as many copies as the bound allows."""
+        self._abandon_overdue()
         for block_id in self._policy.due_blocks(self._pool, self._blocks, demand):
             block = self._blocks.get(block_id)
             if block is not None and self._blocks.is_dirty(block_id):
@@ -175,12 +196,13 @@ class StoreFlow:
 
     def complete(self, result: CopyResult) -> None:
         """A job of ours ended: commit what was copied, prefix first, drop the rest, unpin all."""
-        verdicts = result.verdicts(len(self._jobs[result.job_id]))
+        if result.job_id in self._abandoned:
+            self._end_abandoned(self._abandoned.pop(result.job_id))
+            return
+        copying = self._jobs.pop(result.job_id).blocks
+        verdicts = result.verdicts(len(copying))
         reason = FAILURE_TO_REASON.get(result.failure or CopyFailure.RAISED, DropReason.COPY_FAILED)
-        copying = self._jobs.pop(result.job_id)
-        for item in copying:
-            del self._copying[item.block.block_id]
-            self._attempt("unpin", self._pool.unpin, item.block.block_id)
+        self._release(copying)
         for item, copied in zip(copying, verdicts, strict=True):
             outcome = self._attempt("commit", self._commit, item) if copied else reason
             if outcome is None:
@@ -217,8 +239,10 @@ class StoreFlow:
         self._drop_due(DropReason.CLOSED)
         num_stuck = len(self._copying)
         self.ledger.add_dropped(DropReason.CLOSED, num_stuck)
+        num_stuck += sum(map(len, self._abandoned.values()))
         self._jobs.clear()
         self._copying.clear()
+        self._abandoned.clear()
         if not num_stuck:
             self._owner.close()
         return num_stuck
@@ -226,7 +250,7 @@ class StoreFlow:
     def check_integrity(self) -> None:
         self._blocks.check_integrity()
         self.ledger.check_integrity()
-        copying = sum(map(len, self._jobs.values()))
+        copying = sum(len(job.blocks) for job in self._jobs.values())
         if copying != len(self._copying) or copying + len(self._due) != self.ledger.snapshot().pending:
             raise IntegrityError(
                 f"stores: {copying} copying ({len(self._copying)} blocks) and {len(self._due)} due are not the "
@@ -279,7 +303,7 @@ class StoreFlow:
         """Reserve a slot and pin the source, or drop the block with its reason."""
         reservation = self._attempt("reserve", self._reserve, block)
         if not isinstance(reservation, DropReason):
-            pinned = self._attempt("pin", self._pool.pin, block.block_id)
+            pinned = self._attempt("pin", self._pool.pin, block.block_id, PIN_HOLDER)
             if pinned is None:
                 copying = self._copying[block.block_id] = _Copying(block, reservation)
                 return copying
@@ -292,6 +316,33 @@ class StoreFlow:
         if not self._reachable(block.parent):
             return DropReason.ORPHAN
         return self._space.reserve(block.digest, block.parent, self._owner)
+
+    def _release(self, copying: Sequence[_Copying]) -> None:
+        for item in copying:
+            del self._copying[item.block.block_id]
+            self._attempt("unpin", self._pool.unpin, item.block.block_id)
+
+    def _abandon_overdue(self) -> None:
+        """Give up the copies that were not told over in time. Jobs are in the order in which they began."""
+        now = self._clock.now()
+        overdue = list(itertools.takewhile(lambda item: now - item[1].begun_at >= COPY_TIMEOUT_S, self._jobs.items()))
+        for job_id, job in overdue:
+            del self._jobs[job_id]
+            self._abandoned[job_id] = job.blocks
+            self._release(job.blocks)
+            self.ledger.add_dropped(DropReason.COPY_TIMEOUT, len(job.blocks))
+            logger.warning(
+                "a store of %d blocks has not ended in %.0f s and is given up; its slots stay leased until it ends",
+                len(job.blocks),
+                now - job.begun_at,
+            )
+
+    def _end_abandoned(self, copying: Sequence[_Copying]) -> None:
+        """The copy ended after all: its slots are free, and what the GPU pool still holds may be stored again."""
+        for item in copying:
+            self._attempt("abort", self._space.abort, item.reservation)
+            if self._blocks.get(item.block.block_id) == item.block and not self._is_pending(item.block):
+                self._blocks.mark_dirty(item.block.digest)
 
     def _commit(self, item: _Copying) -> DropReason | None:
         """None when the block is stored now."""
@@ -316,7 +367,7 @@ class StoreFlow:
 
     def _job(self, copying: list[_Copying]) -> CopyJob:
         job_id = next(self._job_ids)
-        self._jobs[job_id] = copying
+        self._jobs[job_id] = _Job(copying, self._clock.now())
         return CopyJob(
             job_id,
             CopyDirection.STORE,

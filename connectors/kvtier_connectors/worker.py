@@ -56,8 +56,11 @@ class KVTierWorker(ConnectorWorker):
         *,
         executor: Executor | None = None,
         backend: KernelBackend | None = None,
+        rank: int = 0,
     ) -> None:
+        """rank: of this worker among those that copy their parts of the same blocks."""
         self._planes = planes
+        self._rank = rank
         self._host: npt.NDArray[np.uint8] | None = host
         self._backend = backend or default_backend()
         self._executor = ThreadExecutor("kvtier-copy", MAX_QUEUED_JOBS) if executor is None else executor
@@ -140,10 +143,10 @@ class KVTierWorker(ConnectorWorker):
             self._backend.scatter(self._planes, block_ids, host, offsets)
         seconds = time.perf_counter() - start
         copied = tuple(block_id >= 0 for block_id in job.block_ids)  # a back end passes over negative ids
-        self._tell(CopyResult(job.job_id, copied, None, seconds), job)
+        self._tell(CopyResult(job.job_id, copied, None, seconds, self._rank), job)
 
     def _fail(self, job: CopyJob, failure: CopyFailure) -> None:
-        self._tell(CopyResult(job.job_id, (False,) * len(job.block_ids), failure), job)
+        self._tell(CopyResult(job.job_id, (False,) * len(job.block_ids), failure, rank=self._rank), job)
 
     def _tell(self, result: CopyResult, job: CopyJob) -> None:
         with self._arrived:

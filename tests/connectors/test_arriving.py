@@ -12,11 +12,11 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.executor import ThreadExecutor
-from kvtier_connectors.contract import KVOptions, RequestInfo
+from kvtier_connectors.contract import KVOptions, RequestInfo, StepDemand, StepWork
 from kvtier_connectors.scheduler import KVTierScheduler
 from kvtier_engine.request import RequestState
-from kvtier_engine.scheduler import Verdict
 from kvtier_engine.testing.disk import DiskRig, disk_rigs
+from kvtier_engine.verdict import Verdict
 
 OpenDisk = Callable[..., DiskRig]
 
@@ -64,7 +64,12 @@ def counted(rig: DiskRig) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name == "kvtier.connector" and r.levelno >= logging.WARNING]
+    return [r.getMessage() for r in caplog.records if r.name == "kvtier.restore" and r.levelno >= logging.WARNING]
+
+
+def compute_slowly(rig: DiskRig) -> None:
+    """Let a token take a second: a request may then wait as long as it says."""
+    scheduler_of(rig).plan_step([], StepDemand(0, 0, 0, StepWork(1000, 0.0, 1000.0, 0)))
 
 
 # ---- from arrival to landing -----------------------------------------------------------------------------------------
@@ -156,7 +161,7 @@ def test_one_read_serves_all_who_wait_for_it(open_disk: OpenDisk, fill: Callable
     rig = open_disk(num_blocks=32, max_num_seqs=8)
     for i in range(6):
         rig.add(f"r{i}", [*prompt(16), 900 + i])
-    assert rig.engine.scheduler.num_staging == 6
+    assert rig.engine.scheduler.waiting.num_staging == 6
     rig.run()
     assert rig.disk.reads == {"ok": 4}
     assert {output.restored_tokens + output.gpu_hit_tokens for output in rig.finished.values()} == {16}
@@ -196,7 +201,7 @@ def test_others_pass_a_request_that_is_staging_in_their_order(open_disk: OpenDis
     assert rig.finished["staged"].restored_tokens == 16
 
 
-def test_a_request_that_fits_nowhere_holds_up_those_behind_it_but_not_the_staged(
+def test_a_request_that_fits_nowhere_keeps_its_place_before_the_staged(
     open_disk: OpenDisk, fill: Callable[..., None]
 ) -> None:
     fill()
@@ -207,7 +212,7 @@ def test_a_request_that_fits_nowhere_holds_up_those_behind_it_but_not_the_staged
     rig.add("staged", prompt(17))
     rig.add("small", prompt(3, 600))
     rig.step()
-    assert [r.request_id for r in rig.engine.scheduler.waiting] == ["large", "staged", "small"]
+    assert [r.request_id for r in rig.engine.scheduler.waiting] == ["large", "staged"]
     rig.run()
     assert set(rig.finished) == {"runs", "large", "staged", "small"}
     rig.verify_quiet()
@@ -313,6 +318,7 @@ def test_a_request_waits_as_long_as_it_says_or_as_is_set(
 ) -> None:
     fill()
     rig = open_disk(restore__max_wait_s=2.0)
+    compute_slowly(rig)
     rig.add("a", prompt(17), options=KVOptions(max_wait_s=asked))
     rig.clock.advance(limit - 0.001)
     assert rig.step().verdict is Verdict.WAIT
@@ -360,7 +366,7 @@ def test_what_came_in_time_lands_and_one_warning_says_what_did_not(
     stats = rig.opened.stats()
     assert stats.fallbacks == {"timeout": 1}
     (message,) = warnings_of(caplog)
-    for word in ("slow one", "2 of 4 blocks", "disk", "timeout", "0.250 s", "limit 0.25 s", "8 tokens"):
+    for word in ("slow one", "2 blocks", "disk", "timeout", "waited 0.250 s", "limit 0.250 s", "8 tokens"):
         assert word in message, message
     before = rig.runner.pool.copy()
     rig.disk_jobs.release()
@@ -388,12 +394,13 @@ def test_a_device_that_hangs_costs_one_wait_and_not_one_a_request(
     """pause_s: between requests. Longer than a cool-down, each new probe may cost one more, until no thread is left."""
     fill(*range(0, 2000, 40), size=9)
     rig = open_disk(num_threads=num_threads, disk__timeout_s=1.0, restore__max_wait_s=2.0, policy="off")
+    compute_slowly(rig)
     rig.disk_jobs.shut()
     waits = 0
     for i in range(50):
         rig.add(f"r{i}", prompt(9, 40 * i))
         rig.disk_jobs.run_all()
-        waits += rig.engine.scheduler.num_staging
+        waits += rig.engine.scheduler.waiting.num_staging
         for _ in range(30):
             if f"r{i}" in rig.finished:
                 break
@@ -591,13 +598,14 @@ def test_a_sick_tier_is_the_reason_of_misses_and_no_look_elsewhere(
 ) -> None:
     fill(0, 100)
     rig = open_disk(disk__timeout_s=1.0)
+    compute_slowly(rig)
     rig.disk_jobs.shut()
     rig.add("a", prompt(17))
     rig.disk_jobs.run_all()
     rig.clock.advance(1.5)
     rig.step()
     rig.add("b", prompt(17, 100))
-    assert rig.engine.scheduler.num_staging == 0
+    assert rig.engine.scheduler.waiting.num_staging == 0
     rig.step()
     assert counted(rig) == ({}, {"tier_down": 8})
     assert rig.opened.stats().fallbacks == {"tier_down": 1}, "b waited for nothing"

@@ -25,7 +25,7 @@ from kvtier.config import Settings
 from kvtier.keys import BlockDigest, Namespace
 from kvtier.pool import Lease, Owner
 from kvtier.reasons import DropReason
-from kvtier.stage import Stage
+from kvtier.stage import Located, Stage
 from kvtier.store import Lookup, Space, Store
 from kvtier.tickets import Ticket
 from kvtier.tiers.reservation import Reservation
@@ -46,17 +46,20 @@ CALLS = [
     "abort",
     "owner",
     "count_lookup",
-    "stage",
+    "locate",
     "note_use",
     "reaches",
 ]
+
+
+DISK_CALLS = ["stage", "count_fallback"]
 
 
 class Faults:
     """Says which call of the store fails."""
 
     def __init__(self) -> None:
-        self.calls: dict[str, int] = dict.fromkeys([*CALLS, "count_fallback"], 0)
+        self.calls: dict[str, int] = dict.fromkeys([*CALLS, *DISK_CALLS], 0)
         self.raised = 0
         self._name = ""
         self._error: type[BaseException] = OSError
@@ -65,7 +68,7 @@ class Faults:
     def set(self, name: str, error: type[BaseException], only: int | None = None) -> None:
         """Let every call of `name`, or only the one counted `only`, raise."""
         self._name, self._error, self._only = name, error, only
-        self.calls = dict.fromkeys([*CALLS, "count_fallback"], 0)
+        self.calls = dict.fromkeys([*CALLS, *DISK_CALLS], 0)
 
     def clear(self) -> None:
         self._name = ""
@@ -112,6 +115,10 @@ class FaultySpace(Space):
     def count_lookup(self, asked: int, hit: int, miss: Any, staged: Any = None) -> None:
         self.faults.meet("count_lookup")
         super().count_lookup(asked, hit, miss, staged)
+
+    def locate(self, digests: Sequence[BlockDigest]) -> Located:
+        self.faults.meet("locate")
+        return super().locate(digests)
 
     def stage(self, *args: Any) -> Stage | None:
         self.faults.meet("stage")
@@ -223,7 +230,7 @@ def test_a_store_that_raises_once_at_each_call_in_turn(open_engine: OpenEngine, 
 
 
 @pytest.mark.bug("CR12")
-@pytest.mark.parametrize("name", [*CALLS, "count_fallback"])
+@pytest.mark.parametrize("name", [*CALLS, *DISK_CALLS])
 def test_a_store_with_a_disk_that_raises_costs_hits_and_nothing_else(tmp_path: Path, name: str) -> None:
     with disk_rigs(tmp_path / "disk") as open_disk:
         first = open_disk()
@@ -326,6 +333,10 @@ calls = st.one_of(
     st.tuples(st.just("plan_step"), blocks, numbers),
     st.tuples(st.just("complete"), st.lists(st.tuples(st.integers(-1, 6), st.lists(st.booleans(), max_size=3)))),
     st.tuples(st.just("finish_request"), ids),
+    st.tuples(st.just("requeue_request"), ids, numbers, numbers),
+    st.tuples(st.just("poll_restores")),
+    st.tuples(st.just("refuse_restore"), ids),
+    st.tuples(st.just("pass"), st.sampled_from([0.5, 61.0, -5.0])),
     st.tuples(st.just("reset")),
     st.tuples(st.just("stats")),
     st.tuples(st.just("close")),
@@ -346,6 +357,8 @@ def test_every_call_in_every_order_without_a_worker(sequence: list[tuple[Any, ..
                 case "plan_step":
                     reused, number = arguments
                     rig.scheduler.plan_step(reused, StepDemand(number, number, number))
+                case "pass":
+                    rig.clock.advance(arguments[0])
                 case "complete":
                     rig.scheduler.complete([CopyResult(job, tuple(copied)) for job, copied in arguments[0]])
                 case _:
@@ -422,7 +435,7 @@ def test_the_cost_of_a_step_does_not_grow_with_the_queue(open_engine: OpenEngine
             rig.step()
         return sum(store.faults.calls.values())
 
-    assert asked(200) == asked(2)
+    assert asked(200) == asked(50)
 
 
 # ---- nothing left ----------------------------------------------------------------------------------------------------
@@ -453,20 +466,34 @@ def containers(root: object) -> dict[str, int]:
 
 
 PER_REQUEST = [
+    "ArrivalFlow._leased",
+    "ArrivalFlow._new",
+    "ArrivalFlow._pending",
+    "ArrivalFlow._resting",
+    "ArrivalFlow._running",
+    "ArrivalFlow._timers",
+    "CapacityLedger._waiters",
     "Engine._results",
-    "Engine._streams",
     "KVTierScheduler._evicted",
-    "KVTierScheduler._requests",
     "KVTierWorker._queued",
     "KVTierWorker._results",
     "LandingFlow._by_job",
     "LandingFlow._planned",
+    "RankResults._told",
+    "RestoreFlow._freed",
+    "RestoreFlow._landing",
+    "RestoreFlow._lost",
+    "RestoreFlow._refused",
+    "RestoreFlow._requests",
+    "Roster.running",
     "Scheduler._requests",
     "Scheduler._scheduled",
-    "Scheduler.running",
-    "Scheduler.waiting",
+    "StoreFlow._abandoned",
     "StoreFlow._due",
     "StoreFlow._jobs",
+    "Streams._streams",
+    "WaitingQueue._ready",
+    "WaitingQueue._staging",
 ]
 
 
@@ -476,7 +503,7 @@ def test_the_search_finds_containers(open_engine: OpenEngine) -> None:
     rig.step()
     sizes = containers(rig.engine)
     assert set(PER_REQUEST) <= set(sizes)
-    assert sizes["Scheduler._requests"] == sizes["Scheduler.running"] == 1
+    assert sizes["Scheduler._requests"] == sizes["Roster.running"] == 1
     assert sizes["Request.tokens"] == 10
     assert {"HostTier._ghosts", "HostPool._slabs", "BlockPool._contents", "PublishedBlocks._by_id"} <= set(sizes)
 

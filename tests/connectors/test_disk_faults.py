@@ -21,8 +21,8 @@ from kvtier.testing import FaultyTier
 from kvtier.testing.files import Fault
 from kvtier_connectors.contract import KVOptions
 from kvtier_engine.request import FinishReason
-from kvtier_engine.scheduler import Verdict
 from kvtier_engine.testing.disk import DiskRig, disk_rigs
+from kvtier_engine.verdict import Verdict
 
 OpenDisk = Callable[..., DiskRig]
 

@@ -34,10 +34,11 @@ class QueueOnly:
             self.seen += 1
             yield block_id
 
-    def pin(self, block_id: int) -> None:
+    def pin(self, block_id: int, holder: str) -> None:
         raise AssertionError("a policy holds no pins")
 
-    unpin = pin
+    def unpin(self, block_id: int) -> None:
+        raise AssertionError("a policy holds no pins")
 
 
 def dirty_blocks(count: int) -> PublishedBlocks:

@@ -99,7 +99,8 @@ def test_r63_only_the_prefix_with_positive_verdicts_counts(
     rig = with_stored(open_rig, 3)
     begin(rig, "a", 3)
     (job,) = restore_jobs(rig)
-    assert rig.collect([CopyResult(job.job_id, verdicts)]) == [RestoreOutcome("a", 0, landed)]
+    expected = RestoreOutcome("a", 0, landed, will_retry=landed < 3)
+    assert rig.collect([CopyResult(job.job_id, verdicts)]) == [expected]
     assert (rig.stats.landed_blocks, rig.stats.failed_landings) == (landed, 3 - landed)
     assert rig.pins() == []
     assert rig.store.stats().leases == 0
@@ -114,7 +115,7 @@ def test_r63_a_job_that_fails_ends_the_prefix_before_it(
     begin(rig, "a", 3)
     results = [CopyResult(job.job_id, (True,)) for job in restore_jobs(rig)]
     results[failed] = CopyResult(results[failed].job_id, (False,), CopyFailure.RAISED)
-    assert rig.collect(results[::-1]) == [RestoreOutcome("a", 0, failed)]
+    assert rig.collect(results[::-1]) == [RestoreOutcome("a", 0, failed, will_retry=True)]
 
 
 def test_a_prefix_that_was_evicted_in_between_lands_as_far_as_it_goes(open_rig: OpenRig) -> None:
@@ -329,7 +330,7 @@ def test_closing_over_a_worker_that_says_nothing(open_rig: OpenRig) -> None:
 def test_the_check_sees_a_lost_block(open_rig: OpenRig) -> None:
     rig = with_stored(open_rig, 2)
     begin(rig, "a", 2)
-    rig.scheduler._landings._num_copying += 1
+    rig.scheduler._restores.landings._num_copying += 1
     with pytest.raises(IntegrityError, match="landing"):
         rig.scheduler.check_integrity()
-    rig.scheduler._landings._num_copying -= 1
+    rig.scheduler._restores.landings._num_copying -= 1

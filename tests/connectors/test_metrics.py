@@ -7,8 +7,11 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvtier.config import RestoreSettings
 from kvtier.metrics import LedgerSnapshot, StatsCollector
 from kvtier.reasons import DropReason
+from kvtier.restore import RestoreDecision
+from kvtier.testing import FakeClock
 from kvtier_connectors.scheduler import ConnectorStats
 from kvtier_engine.testing.disk import disk_rigs
 
@@ -17,6 +20,7 @@ def test_the_ledger_is_exported_by_reason() -> None:
     ledger = LedgerSnapshot(due=9, stored=4, dropped={DropReason.HOST_FULL: 2, DropReason.ORPHAN: 1}, pending=2)
     stats = ConnectorStats(
         ledger=ledger,
+        restore=RestoreDecision(RestoreSettings(), 4, 64, FakeClock(), lambda _: None).status(),
         landed_blocks=7,
         failed_landings=1,
         readmissions=3,
@@ -31,7 +35,8 @@ def test_the_ledger_is_exported_by_reason() -> None:
         for family in text_string_to_metric_families(generate_latest(registry).decode())
         for sample in family.samples
     }
-    assert samples == {
+    assert samples["kvtier_restore_capacity_expired_total",] == 0
+    assert {name: value for name, value in samples.items() if not name[0].startswith("kvtier_restore_")} == {
         ("kvtier_ledger_due_total",): 9,
         ("kvtier_ledger_stored_total",): 4,
         ("kvtier_ledger_dropped_total", "host_full"): 2,

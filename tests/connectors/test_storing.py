@@ -451,3 +451,91 @@ def _compute_shared(rig: ConnectorRig, name: str, tokens: list[int]) -> list[int
         rig.pool.publish(table[index], digests[index], b"root", previous, (index,))
     rig.scheduler.publish(name, len(local), own)
     return table
+
+
+# ---- copies that do not end ------------------------------------------------------------------------------------------
+
+
+def hanging(open_rig: OpenRig) -> tuple[ConnectorRig, list[int], int]:
+    """A rig whose worker was told to store a prompt of two blocks, and says nothing; the blocks, and the job."""
+    rig = open_rig(num_blocks=4)
+    blocks = rig.compute("a", prompt(0, 2))
+    rig.finish("a", blocks)
+    (job,) = rig.plan(step_budget=4, submit=False).jobs
+    return rig, blocks, job.job_id
+
+
+def test_r81_a_copy_that_is_not_told_over_in_time_is_given_up_and_keeps_its_slots_alone(
+    open_rig: OpenRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig, blocks, job = hanging(open_rig)
+    rig.clock.advance(59.9)
+    assert rig.plan().in_flight == 2
+    assert rig.pins() == sorted(blocks)
+    rig.clock.advance(0.1)
+    assert rig.plan().in_flight == 0
+    assert rig.pins() == []
+    assert rig.pool.num_free == 4
+    assert (rig.dropped, rig.ledger.pending) == ({DropReason.COPY_TIMEOUT: 2}, 0)
+    assert rig.store.pool.usage().num_slots_leased == 2
+    assert "a store of 2 blocks has not ended in 60 s" in caplog.text
+    rig.plan(step_budget=4)
+    assert rig.ledger.due == 2, "it is not tried again while the copy may still write"
+    result = CopyResult(job, (True, True))
+    assert rig.collect([result]) == []
+    assert rig.store.stats().leases == 0
+    assert rig.ledger.stored == 0
+    assert rig.store.stats().host_blocks == 0
+    rig.collect([result])
+    assert rig.stats.stale_results == 1
+    rig.pool.release(rig.pool.allocate(1) or [])  # the queue moves: it is looked at again
+    rig.store_all()
+    rig.verify_stored(rig.digests["a"])
+    assert rig.ledger.stored == 2, "and now it is"
+
+
+def test_r81_what_was_reused_meanwhile_is_not_stored_under_its_old_name(open_rig: OpenRig) -> None:
+    rig, _, job = hanging(open_rig)
+    rig.clock.advance(60.0)
+    rig.plan()
+    rig.finish("b", rig.compute("b", prompt(500, 4)))
+    assert rig.collect([CopyResult(job, (True, True))]) == []
+    rig.store_all()
+    assert rig.held(rig.digests["a"]) == [False, False]
+    rig.verify_stored([digest for digest in rig.digests["b"] if rig.held([digest])[0]])
+    assert rig.store.stats().leases == 0
+
+
+def test_r81_closing_over_a_copy_that_was_given_up_keeps_its_slots(open_rig: OpenRig) -> None:
+    rig, _, _ = hanging(open_rig)
+    rig.clock.advance(60.0)
+    rig.plan()
+    rig.scheduler.close()
+    assert rig.pins() == []
+    assert rig.store.pool.usage().num_slots_leased == 2
+    assert rig.ledger.pending == 0
+
+
+def test_r81_a_clock_that_goes_back_gives_nothing_up(open_rig: OpenRig) -> None:
+    rig, blocks, _ = hanging(open_rig)
+    rig.clock.advance(-1000.0)
+    rig.plan()
+    assert rig.pins() == sorted(blocks)
+
+
+@pytest.mark.bug("PF11")
+def test_r80_an_engine_goes_on_while_no_copy_ends(open_rig: OpenRig) -> None:
+    rig = open_rig(num_blocks=8)
+    for turn in range(300):
+        size = 1 + turn % 4
+        blocks = rig.compute("a", prompt(100 * turn, size))
+        rig.finish("a", blocks)
+        plan = rig.plan(step_budget=8, submit=False)
+        assert plan.in_flight <= 4, "half the pool can always be had"
+        assert rig.pool.num_free >= 4
+        rig.clock.advance(1.0)
+    dropped = rig.dropped
+    assert dropped[DropReason.OVERTAKEN] > 0
+    assert dropped[DropReason.COPY_TIMEOUT] > 0
+    assert rig.ledger.due == sum(dropped.values()) + rig.ledger.pending
+    assert rig.ledger.stored == 0

@@ -133,6 +133,7 @@ class Traffic:
         self._time(self._worker.submit, plan, WRITTEN)
         results = self._time(self._worker.poll)
         outcomes = self._time(self._scheduler.complete, results)
+        outcomes += self._time(self._scheduler.poll_restores).outcomes
         self.step_seconds.append(self._spent)
         self._spent = 0.0
         time.sleep(FORWARD_S)

@@ -41,7 +41,8 @@ class ToyBlocks:
     def free_queue(self) -> Iterable[int]:
         return self._queue
 
-    def pin(self, block_id: int) -> None:
+    def pin(self, block_id: int, holder: str) -> None:
+        del holder
         self._pins[block_id] += 1
 
     def unpin(self, block_id: int) -> None:
@@ -103,6 +104,7 @@ class ToyEngine:
             if not found.is_staging:
                 return found
             self.connector.scheduler.complete(self.connector.worker.poll(POLL_S))
+            self.connector.scheduler.poll_restores()
         raise StuckError(f"blocks did not come to host memory within {SETTLE_TIMEOUT_S:g} s")
 
     def end_chain(self, request_id: str, first_block: int, block_ids: Sequence[int], num_filled: int) -> None:
@@ -141,4 +143,5 @@ class ToyEngine:
         plan = scheduler.plan_step(reused, StepDemand(len(reused), self._step_budget, waiting))
         worker.submit(plan, WRITTEN)
         results = worker.poll(SETTLE_TIMEOUT_S if wait and plan.in_flight else 0.0)
-        return plan.in_flight, scheduler.complete(results)
+        outcomes = scheduler.complete(results)
+        return plan.in_flight, [*outcomes, *scheduler.poll_restores().outcomes]

@@ -1,0 +1,68 @@
+"""A request between its start and its end, as the scheduler half keeps it."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+from kvtier.restore import RestoreQuery
+from kvtier_connectors.arriving import Arrival
+from kvtier_connectors.contract import RequestInfo
+from kvtier_connectors.landing import Landing
+
+__all__ = ["LiveRequest", "check_index"]
+
+
+@dataclass(eq=False, slots=True)
+class LiveRequest:
+    """A request between its start and its end.
+
+    num_local_blocks, num_tokens: as in RequestInfo, when it last came to wait. epoch_digest: the namespace when it
+    began; after a reset its blocks are of no use to others, and theirs not to it.
+    """
+
+    info: RequestInfo
+    epoch_digest: bytes
+    num_local_blocks: int
+    num_tokens: int
+    was_admitted: bool = False
+    is_retrying: bool = False
+    """Its last copies failed, and it is matched and admitted once more."""
+    is_refused: bool = False
+    """It gave up waiting for GPU blocks."""
+    arrival: Arrival | None = None
+    landing: Landing | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.info.request_id
+
+    @property
+    def must_fail(self) -> bool:
+        """Its restore failed for good, and the engine is to end it."""
+        return self.arrival is not None and self.arrival.episode.must_fail
+
+    def max_restored(self, block_tokens: int) -> int | None:
+        """How many of its blocks may be restored; None: all."""
+        tokens = self.info.options.max_restore_tokens
+        return None if tokens is None else tokens // block_tokens
+
+    def query(self, block_tokens: int, *, may_restore: bool) -> RestoreQuery:
+        """What it would have restored, of the blocks behind its local ones."""
+        num_local, num_full = self.num_local_blocks, len(self.info.digests)
+        if self.num_tokens:
+            num_full = min(num_full, (self.num_tokens - 1) // block_tokens)
+        return RestoreQuery(
+            request_id=self.request_id,
+            position=num_local * block_tokens,
+            num_tokens=self.num_tokens or num_full * block_tokens,
+            max_blocks=max(0, num_full - num_local),
+            may_restore=may_restore,
+            max_wait_s=self.info.options.max_wait_s,
+            max_tokens=self.info.options.max_restore_tokens,
+        )
+
+
+def check_index(name: str, value: int) -> None:
+    if operator.index(value) < 0:
+        raise ValueError(f"{name} must be at least 0, not {value}")
