@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -35,6 +35,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._refs = [0] * num_blocks
         self._pins = [0] * num_blocks
+        self._holders: dict[int, list[str]] = {}
         self._contents: list[_Content | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
         self._queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
@@ -43,12 +44,19 @@ class BlockPool:
         self._num_allocated = 0
         self._nodes = 0
         self.queue_version = 0
+        self.num_published = 0
+        """Publications so far: while it stands still, no prompt has more of its prefix here than before."""
         self.num_collisions = 0
 
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` could hand out now."""
         return self._num_free
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that only copies keep: not referenced, and not free."""
+        return len(self._queue) - self._num_free
 
     def free_queue(self) -> Iterable[int]:
         return self._queue
@@ -88,8 +96,9 @@ class BlockPool:
         return sum(not self._refs[b] and not self._pins[b] for b in block_ids)
 
     def num_freed_by_release(self, block_ids: Sequence[int]) -> int:
-        """How many of these `allocate` could hand out if one reference on each ended: unshared and not pinned."""
-        return sum(self._refs[b] == 1 and not self._pins[b] for b in block_ids)
+        """How many of these `allocate` could hand out if one reference on each mention of them ended: nobody else has
+        them, and nobody pins them."""
+        return sum(self._refs[b] == count and not self._pins[b] for b, count in Counter(block_ids).items())
 
     def acquire(self, block_ids: Sequence[int]) -> None:
         """One more reference on each: the caller shares blocks that it matched."""
@@ -104,8 +113,7 @@ class BlockPool:
         """End one reference on each of a request's blocks, given in table order.
 
         The tail enters the queue first, so that it is reused before its prefix; a block with nothing to match goes to
-        the
-        very front.
+        the very front.
         """
         for block_id in reversed(block_ids):
             assert self._refs[block_id] > 0, f"block {block_id} released more often than acquired"
@@ -129,16 +137,24 @@ class BlockPool:
 
     # ---- pins ----------------------------------------------------------------------------------------------------
 
-    def pin(self, block_id: int) -> None:
+    def pin(self, block_id: int, holder: str) -> None:
+        """Keep it from reuse until unpinned as often. holder: who keeps it, for `holders`."""
         if not self._pins[block_id] and not self._refs[block_id]:
             self._num_free -= 1
         self._pins[block_id] += 1
+        self._holders.setdefault(block_id, []).append(holder)
 
     def unpin(self, block_id: int) -> None:
         assert self._pins[block_id] > 0, f"block {block_id} unpinned more often than pinned"
         self._pins[block_id] -= 1
-        if not self._pins[block_id] and not self._refs[block_id]:
-            self._num_free += 1
+        if not self._pins[block_id]:
+            del self._holders[block_id]
+            self._num_free += not self._refs[block_id]
+
+    def holders(self) -> Counter[str]:
+        """Who keeps blocks from reuse by pins, and how many. Of a block that was pinned several times, every holder
+        since its first pin. O(pinned blocks): for messages."""
+        return Counter(holder for holders in self._holders.values() for holder in set(holders))
 
     # ---- prefix cache --------------------------------------------------------------------------------------------
 
@@ -182,6 +198,7 @@ class BlockPool:
                 return block_id
             self._forget(twin)  # a pin made it outlive its prefix: nothing can reach it there
         self._nodes += 1
+        self.num_published += 1
         self._contents[block_id] = _Content(digest, parent, tokens, self._nodes)
         self._cached[digest] = block_id
         return block_id
@@ -210,6 +227,7 @@ class BlockPool:
             "the queue holds exactly the unreferenced blocks": set(self._queue)
             == {b for b, refs in enumerate(self._refs) if not refs},
             "free blocks are counted": free == self._num_free,
+            "pinned blocks have holders": self._holders.keys() == {b for b, pins in enumerate(self._pins) if pins},
             "references and pins are not negative": min(self._refs) >= 0 and min(self._pins) >= 0,
             "the cache names exactly the published blocks": contents == self._cached
             and len(contents) == sum(c is not None for c in self._contents),

@@ -7,24 +7,27 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-import numpy as np
-
 from kvtier.clock import Clock, MonotonicClock
 from kvtier.config import Settings
-from kvtier.errors import ClosedError, LayoutError, TierError, TokenError
+from kvtier.errors import ClosedError, LayoutError, TierError
 from kvtier.executor import Executor
 from kvtier.keys import BlockDigest, Extras, Namespace, digest_tokens
 from kvtier.metrics import StatsSnapshot
 from kvtier.store import Store
 from kvtier_connectors.connector import Connector
 from kvtier_connectors.contract import NO_OPTIONS, WRITTEN, CopyResult, KVOptions, RestoreOutcome
+from kvtier_engine.beside import ConnectorOpener, EngineConnector
 from kvtier_engine.block_pool import BlockPool
 from kvtier_engine.config import EngineConfig, resolve_max_model_len
-from kvtier_engine.errors import EmptyPromptError, PromptTooLongError, RequestError
+from kvtier_engine.errors import RequestError
+from kvtier_engine.intake import check_prompt
+from kvtier_engine.outputs import Streams, describe_bad_token, make_output
+from kvtier_engine.progress import Heartbeat, PrefillProgress, StepCounts
 from kvtier_engine.request import FinishReason, Request, RequestOutput, TextStream
 from kvtier_engine.runner import BatchItem, ModelRunner
-from kvtier_engine.sampling import Sampler, SamplingParams
-from kvtier_engine.scheduler import Scheduled, Scheduler, Verdict
+from kvtier_engine.sampling import Sampler, SamplingParams, resolve_max_tokens
+from kvtier_engine.scheduler import Scheduled, Scheduler, StepPlan
+from kvtier_engine.verdict import Stall, Verdict
 from kvtier_kernels import BlockPlanes
 
 __all__ = ["Engine", "StepResult", "TextStream"]
@@ -42,10 +45,12 @@ class StepResult:
     verdict: Verdict
     num_tokens: int
     """Tokens computed."""
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    in_flight: int = 0
+    """Copies, lookups and stages that have not ended."""
+    next_deadline: float | None = None
+    """On the engine's clock, when the first wait ends by itself; None without one."""
+    stall: Stall | None = None
+    """With the verdict STALL, the state that allows nothing."""
 
 
 class Engine:
@@ -69,10 +74,12 @@ class Engine:
         store: Store | None = None,
         executor: Executor | None = None,
         make_sampler: Callable[[SamplingParams], Sampler] = Sampler,
+        open_connector: ConnectorOpener | None = None,
     ) -> None:
         """settings: kvtier's, or None to run without it.
 
-        store: shared with others, else opened here. Raises ConfigError or LayoutError.
+        store: shared with others, else opened here. open_connector: another connector than kvtier's own, for tests and
+        simulations; `settings` is None then. Raises ConfigError or LayoutError.
         """
         layout = runner.layout
         if namespace.layout != layout:
@@ -86,14 +93,22 @@ class Engine:
         self._eos = frozenset(eos_token_ids)
         self._block_tokens = layout.block_tokens
         self.pool = BlockPool(runner.num_blocks)
+        self._default_max_tokens = config.default_max_tokens
+        planes = BlockPlanes.from_arrays(runner.planes())
         self.connector: Connector | None = None
+        """kvtier's own; None without it."""
         if settings is not None:
-            planes = BlockPlanes.from_arrays(runner.planes())
             self.connector = Connector(settings, namespace, self.pool, planes, store=store, executor=executor)
-        self.scheduler = Scheduler(
-            self.pool, self.connector.scheduler if self.connector else None, config, layout.block_tokens
+        self._kv: EngineConnector | None = (
+            self.connector if open_connector is None else open_connector(self.pool, planes)
         )
-        self._streams: dict[str, TextStream] = {}
+        self.scheduler = Scheduler(
+            self.pool, None if self._kv is None else self._kv.scheduler, config, layout.block_tokens
+        )
+        self.progress = PrefillProgress(self._clock, self.scheduler.__contains__)
+        self.heartbeat = Heartbeat(self._clock)
+        self._next_deadline: float | None = None
+        self._streams = Streams()
         self._results: list[CopyResult] = []
         self._outcomes: list[RestoreOutcome] = []
         self._copies_in_flight = 0
@@ -122,7 +137,9 @@ class Engine:
         """
         if self._closed:
             raise ClosedError("the engine is closed; open another")
-        self._check_prompt(request_id, prompt)
+        if request_id in self.scheduler:
+            raise RequestError(f"request id {request_id!r} is in use; choose another or abort it first")
+        check_prompt(request_id, prompt, self.max_model_len, self._runner.vocab_size)
         if not isinstance(options, KVOptions):
             raise RequestError(f"options must be a KVOptions, not {options!r}")
         request = Request(
@@ -133,9 +150,12 @@ class Engine:
             extras,
             self._block_tokens,
             self._clock.now(),
+            max_tokens=resolve_max_tokens(
+                params.max_tokens, self._default_max_tokens, self.max_model_len - len(prompt)
+            ),
             options=options,
         )
-        self._streams[request_id] = stream or TextStream()
+        self._streams.open(request_id, stream)
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -144,7 +164,10 @@ class Engine:
         Its last output, or None when it is not live. Its id may be used again at once.
         """
         request = self.scheduler.finish(request_id, FinishReason.ABORT)
-        return self._last_output(request) if request is not None else None
+        if request is None:
+            return None
+        self.progress.forget(request_id)
+        return make_output(request, (), self._streams.end(request_id))
 
     @property
     def num_unfinished(self) -> int:
@@ -165,19 +188,30 @@ class Engine:
         cannot be, a failing sampler or a failing stream ends the one request.
         """
         outcomes = self._collect_copies()
-        scheduled, verdict = self.scheduler.schedule(outcomes, copies_in_flight=self._copies_in_flight)
+        plan = self.scheduler.schedule(outcomes, copies_in_flight=self._copies_in_flight)
+        for request_id in plan.preempted:
+            self.progress.forget(request_id)
         self._start_copies()
-        outputs = self._forward(scheduled) if scheduled else []
-        self._just_published = bool(scheduled) and self.connector is not None
-        stalled = self.scheduler.stalled
-        if stalled is not None:
-            outputs.append(self._fail(stalled, self._describe_stall(stalled)))
-        return StepResult(tuple(outputs), verdict, sum(share.num_tokens for share in scheduled))
+        outputs = self._forward(plan.scheduled) if plan.scheduled else []
+        self._just_published = bool(plan.scheduled) and self._kv is not None
+        for request, why in plan.failed:
+            logger.error("request %s failed: %s", request.request_id, why)
+            outputs.append(self._fail(request, why))
+        num_tokens = sum(share.num_tokens for share in plan.scheduled)
+        self._next_deadline = plan.next_deadline
+        self._beat(plan, num_tokens)
+        return StepResult(tuple(outputs), plan.verdict, num_tokens, plan.in_flight, plan.next_deadline, plan.stall)
 
     def wait(self, timeout: float) -> None:
-        """When a step computed nothing: block until a copy or a stage under way ended, at most `timeout` seconds."""
-        if self.connector is not None and (self._copies_in_flight or self.scheduler.num_staging):
-            self._results += self.connector.worker.poll(timeout)
+        """When a step computed nothing: block until a copy or a stage under way ended, or the next deadline has come,
+        at most `timeout` seconds."""
+        if self._kv is None:
+            return
+        if self._next_deadline is not None:
+            timeout = max(0.0, min(timeout, self._next_deadline - self._clock.now()))
+        elif not (self._copies_in_flight or self.scheduler.waiting.num_staging):
+            return
+        self._results += self._kv.worker.poll(timeout)
 
     def digests(self, tokens: Sequence[int], extras: Extras = NO_EXTRAS) -> Sequence[BlockDigest]:
         """The digests of the full blocks of a prompt."""
@@ -194,16 +228,20 @@ class Engine:
         """A copy of what a block holds, plane by plane, by a way of its own: for checking transfers."""
         return [plane[block_id].tobytes() for plane in BlockPlanes.from_arrays(self._runner.planes()).planes]
 
-    def reset_cache(self) -> None:
+    def reset_cache(self, *, preempt_running: bool = False) -> None:
         """Forget all KV in the pool and in every tier, as after new weights.
 
-        Raises RequestError while requests live, and TierError when a tier could not make sure of it: then kvtier is off
-        in this engine until a reset succeeds, and a later process might find KV of before.
+        preempt_running: requests that live go on, and are recomputed. Raises RequestError, with nothing changed, from
+        within a step, and while requests live that may not be preempted; and TierError when a tier could not make sure
+        of it: then kvtier is off in this engine until a reset succeeds, and a later process might find KV of before.
         """
-        if self.num_unfinished:
+        if self.scheduler.is_computing:
+            raise RequestError("the cache can be reset between steps only; call reset_cache when step has returned")
+        if self.num_unfinished and not preempt_running:
             raise RequestError(f"{self.num_unfinished} requests are unfinished; abort or finish them before a reset")
+        self.scheduler.preempt_all()
         self.pool.reset_cache()
-        if self.connector is not None and not self.connector.scheduler.reset():
+        if self._kv is not None and not self._kv.scheduler.reset():
             raise TierError(
                 "the reset did not reach every tier (the log says why): kvtier is off in this engine until a reset "
                 "succeeds, and a process started later might find KV of before; reset again before that"
@@ -212,23 +250,23 @@ class Engine:
     def flush(self, timeout: float) -> int:
         """Store every full block that the pool caches, down to the lowest tier; how many blocks are not. Between steps;
         blocks, at most `timeout` seconds."""
-        if self.connector is None:
+        if self._kv is None:
             return 0
         self._outcomes = self._collect_copies()
-        result = self.connector.flush(timeout, self.pool.take_reused())
+        result = self._kv.flush(timeout, self.pool.take_reused())
         self._outcomes += result.outcomes
-        self._copies_in_flight = self.connector.scheduler.stats().in_flight_blocks
+        self._copies_in_flight = self._kv.num_in_flight()
         return result.num_unstored
 
     def stats(self) -> StatsSnapshot | None:
         """What kvtier's store counts; None without kvtier."""
-        return None if self.connector is None else self.connector.store.stats()
+        return None if self._kv is None else self._kv.stats()
 
     def check_integrity(self) -> None:
         """Raises IntegrityError when any structure disagrees with another. O(blocks): for tests."""
         self.scheduler.check_integrity()
-        if self.connector is not None:
-            self.connector.scheduler.check_integrity()
+        if self._kv is not None:
+            self._kv.check_integrity()
 
     def close(self, timeout: float = 5.0) -> None:
         """Abort what is left and close the connector, which stores what the pool still caches. Idempotent."""
@@ -237,9 +275,9 @@ class Engine:
         self._closed = True
         for request in list(self.scheduler.requests()):
             self.abort(request.request_id)
-        if self.connector is not None:
+        if self._kv is not None:
             self._collect_copies()  # what `wait` has taken from the worker has ended
-            self.connector.close(timeout, self.pool.take_reused())
+            self._kv.close(timeout, self.pool.take_reused())
 
     def __enter__(self) -> Self:
         return self
@@ -247,47 +285,80 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _beat(self, plan: StepPlan, num_tokens: int) -> None:
+        self.heartbeat.beat(
+            StepCounts(
+                num_unfinished=self.num_unfinished,
+                num_running=len(self.scheduler.running),
+                num_waiting=len(self.scheduler.waiting),
+                num_staging=self.scheduler.waiting.num_staging,
+                num_tokens=num_tokens,
+                is_event_due=plan.verdict is Verdict.WAIT,
+            )
+        )
+
     # ---- inside a step -------------------------------------------------------------------------------------------
 
     def _collect_copies(self) -> list[RestoreOutcome]:
-        if self.connector is None:
+        if self._kv is None:
             return []
-        results, self._results = self._results + self.connector.worker.poll(), []
+        results, self._results = self._results + self._kv.worker.poll(), []
         outcomes, self._outcomes = self._outcomes, []
-        return outcomes + self.connector.scheduler.complete(results)
+        return outcomes + self._kv.scheduler.complete(results)
 
     def _start_copies(self) -> None:
         reused, demand = self.pool.take_reused(), self.scheduler.demand()
-        if self.connector is None:
+        if self._kv is None:
             return
-        plan = self.connector.scheduler.plan_step(reused, demand)
+        plan = self._kv.scheduler.plan_step(reused, demand)
         self._copies_in_flight = plan.in_flight
         if plan.jobs:
             # The forward that wrote these blocks returned before this step began, so there is no event to wait for.
-            self.connector.worker.submit(plan, WRITTEN)
+            self._kv.worker.submit(plan, WRITTEN)
 
-    def _forward(self, scheduled: list[Scheduled]) -> list[RequestOutput]:
+    def _forward(self, scheduled: Sequence[Scheduled]) -> list[RequestOutput]:
         batch = [self._batch_item(share) for share in scheduled]
+        self._begin_progress(scheduled)
+        self.scheduler.begin_compute()
+        seconds, begun_at = 0.0, self._clock.now()
         try:
             tokens = self._execute(batch)
+            seconds = self._clock.now() - begun_at
         except Exception as error:  # the model's failure is the batch's, not the engine's
             logger.exception("the forward of %d requests failed", len(scheduled))
-            return [self._fail(share.request, f"the forward failed: {error!r}") for share in scheduled]
+            outputs = [self._fail(share.request, f"the forward failed: {error!r}") for share in scheduled]
+        else:
+            outputs = self._take_tokens(scheduled, batch, tokens)
+        self.scheduler.end_compute(seconds)
+        return outputs
+
+    def _take_tokens(
+        self, scheduled: Sequence[Scheduled], batch: Sequence[BatchItem], tokens: Sequence[int | None]
+    ) -> list[RequestOutput]:
         now = self._clock.now()
         outputs: list[RequestOutput] = []
         for share, item, token in zip(scheduled, batch, tokens, strict=True):
             request = share.request
             if request.finish_reason is not None:
                 continue  # the stream of another request aborted it
-            problem = self._describe_bad_token(request, item, token)
+            problem = describe_bad_token(request, item, token, self._runner.vocab_size)
             if problem is not None:
                 logger.error("request %s: %s", request.request_id, problem, exc_info=request.sampler.error)
                 outputs.append(self._fail(request, problem))
                 continue
             self.scheduler.confirm(share, token, now)
+            if share.is_prefill:
+                self.progress.computed(request.request_id, request.num_computed)
             if token is not None:
                 outputs.append(self._put_out(request, token))
         return outputs
+
+    def _begin_progress(self, scheduled: Sequence[Scheduled]) -> None:
+        for share in scheduled:
+            if share.is_prefill:
+                request = share.request
+                is_chunked = share.start + share.num_tokens < len(request.tokens)
+                self.progress.begin(request.request_id, len(request.tokens), share.start, share.num_tokens, is_chunked)
 
     def _execute(self, batch: Sequence[BatchItem]) -> list[int | None]:
         tokens = list(self._runner.execute(batch))
@@ -301,89 +372,22 @@ class Engine:
         sampler = request.sampler if end == len(request.tokens) else None
         return BatchItem(request.request_id, request.tokens[start:end], start, request.block_table, sampler)
 
-    def _describe_bad_token(self, request: Request, item: BatchItem, token: object) -> str | None:
-        """Why what the runner returned for a request cannot be taken; None when it can."""
-        if request.sampler.error is not None:
-            return f"sampling failed: {request.sampler.error!r}"
-        if item.sampler is None:
-            return None if token is None else f"the model sampled {token!r} before the prompt's end"
-        if type(token) is not int or not 0 <= token < self._runner.vocab_size:
-            return f"the model sampled {token!r}; its tokens are 0..{self._runner.vocab_size - 1}"
-        return None
-
     def _put_out(self, request: Request, token: int) -> RequestOutput:
-        reason, error = self._finish_reason(request, token), None
-        stream, text = self._streams[request.request_id], ""
-        try:
-            if reason is not FinishReason.STOP:  # an end token has no text
-                text += stream.push(token)
-            if reason is None and stream.stopped:
-                reason = FinishReason.STOP
-            if reason is not None:
-                text += stream.finish()
-        except Exception as raised:  # a stream is the caller's code, and may raise anything
-            logger.exception("the text stream of request %s failed", request.request_id)
-            reason, error = FinishReason.ERROR, f"the text stream failed: {raised!r}"
+        text, reason, error = self._streams.push(request, token, self._finish_reason(request, token))
         if reason is not None:
-            self.scheduler.finish(request.request_id, reason, error)
-            self._streams.pop(request.request_id, None)
-        return self._output(request, (token,), text)
+            self.scheduler.finish(request.request_id, reason, error or None)
+        return make_output(request, (token,), text)
 
     def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
         params = request.params
         if token in params.stop_token_ids or (token in self._eos and not params.ignore_eos):
             return FinishReason.STOP
         num_output = len(request.tokens) - request.num_prompt_tokens
-        if num_output == params.max_tokens or len(request.tokens) >= self.max_model_len:
+        if num_output == request.max_tokens or len(request.tokens) >= self.max_model_len:
             return FinishReason.LENGTH
         return None
 
     def _fail(self, request: Request, error: str) -> RequestOutput:
         self.scheduler.finish(request.request_id, FinishReason.ERROR, error)
-        return self._last_output(request)
-
-    def _last_output(self, request: Request) -> RequestOutput:
-        text = ""
-        try:
-            text += self._streams.pop(request.request_id).finish()
-        except Exception:  # it has ended for another reason, and that one is reported
-            logger.exception("the text stream of request %s failed at its end", request.request_id)
-        return self._output(request, (), text)
-
-    @staticmethod
-    def _output(request: Request, new: tuple[int, ...], text: str) -> RequestOutput:
-        first = request.first_token_at
-        return RequestOutput(
-            request_id=request.request_id,
-            new_token_ids=new,
-            token_ids=request.output_tokens,
-            new_text=text,
-            finish_reason=request.finish_reason,
-            num_prompt_tokens=request.num_prompt_tokens,
-            gpu_hit_tokens=request.gpu_hit_tokens,
-            restored_tokens=request.restored_tokens,
-            ttft_s=None if first is None else first - request.arrival,
-            error=request.error,
-        )
-
-    def _check_prompt(self, request_id: str, prompt: Sequence[int]) -> None:
-        if request_id in self.scheduler:
-            raise RequestError(f"request id {request_id!r} is in use; choose another or abort it first")
-        if not len(prompt):
-            raise EmptyPromptError(f"request {request_id!r} has an empty prompt")
-        if len(prompt) >= self.max_model_len:
-            raise PromptTooLongError(
-                f"request {request_id!r} has a prompt of {len(prompt)} tokens, which with one token of output is more "
-                f"than max_model_len {self.max_model_len}; shorten it, or raise max_model_len or num_blocks"
-            )
-        last = self._runner.vocab_size - 1
-        bad = next((t for t in prompt if not _is_integer(t) or not 0 <= t <= last), None)
-        if bad is not None:
-            raise TokenError(f"request {request_id!r} has token {bad!r}; this model's are 0..{last}")
-
-    def _describe_stall(self, request: Request) -> str:
-        return (
-            f"no progress is possible: {len(self.scheduler.running)} running, {len(self.scheduler.waiting)} waiting, "
-            f"{self.pool.num_free} of {self.pool.num_blocks} blocks free; request {request.request_id!r} needs "
-            f"{request.blocks_for(len(request.tokens) + 1) - len(request.block_table)} more"
-        )
+        self.progress.forget(request.request_id)
+        return make_output(request, (), self._streams.end(request.request_id))

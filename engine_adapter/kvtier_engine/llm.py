@@ -17,8 +17,8 @@ from kvtier_engine.engine import NO_EXTRAS, Engine, StepResult, TextStream
 from kvtier_engine.errors import RequestError
 from kvtier_engine.request import FinishReason, RequestOutput
 from kvtier_engine.sampling import SamplingParams
-from kvtier_engine.scheduler import Verdict
 from kvtier_engine.tokenizer import IncrementalDetokenizer, Tokenizer
+from kvtier_engine.verdict import Verdict
 from kvtier_engine.weights import model_fingerprint
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM", "Completion"]
 
-WAIT_S = 0.1  # for one copy; the loop looks again in any case
+WAIT_S = 1.0  # a copy or a stage that ends wakes the loop, and so does a deadline; it looks again in any case
 
 
 @dataclass(frozen=True, slots=True)

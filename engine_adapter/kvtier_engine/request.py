@@ -14,12 +14,12 @@ from kvtier_engine.sampling import Sampler, SamplingParams
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["FinishReason", "GuardedSampler", "Request", "RequestOutput", "RequestState", "TextStream"]
+__all__ = ["FinishReason", "GuardedSampler", "Refusal", "Request", "RequestOutput", "RequestState", "TextStream"]
 
 
 class RequestState(Enum):
     WAITING = "waiting"
-    """Holds no block. New, or preempted."""
+    """Holds no block and no slot. New, or preempted, or about to be restored once more."""
     RESTORING = "restoring"
     """Holds a slot and blocks that a landing writes."""
     RUNNING = "running"
@@ -35,6 +35,21 @@ class FinishReason(StrEnum):
     """The caller ended it."""
     ERROR = "error"
     """The forward, the sampler or the text stream failed, or the request could not go on; `error` says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a request was not admitted, and what must change before it is worth while to look again.
+
+    is_restore: what it lacks blocks for. num_taken: blocks that it would take of the free ones. num_needed: those of
+    them that it would fill. num_free, step: of that moment.
+    """
+
+    is_restore: bool
+    num_needed: int
+    num_taken: int
+    num_free: int
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +130,13 @@ class Request:
         block_tokens: int,
         arrival: float,
         *,
+        max_tokens: int,
         options: KVOptions = NO_OPTIONS,
     ) -> None:
         self.request_id = request_id
         self.params = params
+        self.max_tokens = max_tokens
+        """Of output, at least 1: what was asked for, a default, or all that there is room for."""
         self.sampler = GuardedSampler(sampler)
         self.arrival = arrival
         self.options = options
@@ -133,8 +151,15 @@ class Request:
         """Tokens whose KV stands in `block_table`."""
         self.num_published = 0
         """Leading blocks of `block_table` that are matchable."""
-        self.refused_with_free: int | None = None
-        """Free blocks when it last found too few of them at the queue's head; None when it was not refused."""
+        self.arrival_index = 0
+        """Its place among all requests that ever came."""
+        self.refusal: Refusal | None = None
+        """When it was last tested for admission and found too few blocks; None when it was not refused."""
+        self.num_refused = 0
+        """Steps in which it stood blocked since it began to wait."""
+        self.restore_expired = False
+        """Its restore waited for blocks until the bound: it is recomputed, by ordinary admission."""
+        self.last_decode_step = 0
         self.was_admitted = False
         self.num_preemptions = 0
         self.gpu_hit_tokens = 0
@@ -142,7 +167,7 @@ class Request:
         self.first_token_at: float | None = None
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
-        self._block_tokens = block_tokens
+        self.block_tokens = block_tokens
 
     @property
     def output_tokens(self) -> tuple[int, ...]:
@@ -160,14 +185,14 @@ class Request:
     @property
     def max_reusable_blocks(self) -> int:
         """Full blocks that may come from a cache: at least one token is left to compute, for its logits."""
-        return (len(self.tokens) - 1) // self._block_tokens
+        return (len(self.tokens) - 1) // self.block_tokens
 
     def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_tokens)
+        return -(-num_tokens // self.block_tokens)
 
     def tokens_of(self, block_index: int) -> tuple[int, ...]:
-        start = block_index * self._block_tokens
-        return tuple(self.tokens[start : start + self._block_tokens])
+        start = block_index * self.block_tokens
+        return tuple(self.tokens[start : start + self.block_tokens])
 
     def append(self, token: int, now: float) -> None:
         """Add an output token. Raises TokenError, with nothing changed, for one that cannot be hashed."""

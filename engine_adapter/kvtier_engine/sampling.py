@@ -1,4 +1,4 @@
-"""How one request's next token is drawn: its parameters, and the sampler that owns its random generator."""
+"""How one request's tokens are drawn, and how many: its parameters, and the sampler that owns its random generator."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from kvtier.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Sampler", "SamplingParams"]
+__all__ = ["Sampler", "SamplingParams", "resolve_max_tokens"]
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """A request's sampling settings. Raises ConfigError, naming the field and the value, if one is out of range.
 
-    max_tokens: most tokens to generate; None stops only at an end token, a stop string or the model's last position.
+    max_tokens: most tokens to generate. None, 0 and below leave it to the engine: its default if it has one, else it
+        stops only at an end token, a stop string or the model's last position.
     temperature: 0 takes the likeliest token (greedy); 1 draws from the model's own distribution.
     top_p: draw from the likeliest tokens that together hold this share of the probability; 1 keeps all.
     seed: equal seeds give equal draws from equal logits; None takes a fresh one from the operating system.
@@ -36,8 +37,8 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None and not (type(self.max_tokens) is int and self.max_tokens >= 1):
-            raise self._error("max_tokens", "None or an integer of at least 1")
+        if self.max_tokens is not None and type(self.max_tokens) is not int:
+            raise self._error("max_tokens", "None or an integer")
         if not (_is_number(self.temperature) and 0 <= self.temperature < math.inf):
             raise self._error("temperature", "a finite number of at least 0")
         if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
@@ -53,6 +54,17 @@ class SamplingParams:
 
     def _error(self, name: str, expected: str) -> ConfigError:
         return ConfigError(f"SamplingParams.{name} must be {expected}, not {getattr(self, name)!r}")
+
+
+def resolve_max_tokens(asked: int | None, default: int | None, room: int) -> int:
+    """Most tokens to generate for a request, at least 1 and at most `room`.
+
+    asked: SamplingParams.max_tokens. default: the engine's, for requests that leave it open; None if it has none. room:
+    the model length less the prompt's, at least 1.
+    """
+    if asked is None or asked <= 0:
+        asked = room if default is None else default
+    return min(asked, room)
 
 
 class Sampler:

@@ -2,71 +2,92 @@
 
 from __future__ import annotations
 
-import logging
-from collections import OrderedDict
+import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import dataclass, replace
 
 from kvtier.errors import IntegrityError
-from kvtier.keys import BlockDigest
-from kvtier_connectors.contract import ConnectorScheduler, RequestInfo, RestoreOutcome, StepDemand
+from kvtier_connectors.contract import (
+    NO_RESTORES,
+    ConnectorScheduler,
+    RestoreOutcome,
+    RestorePoll,
+    StepDemand,
+    StepWork,
+)
+from kvtier_engine.admission import Admission, Candidate
+from kvtier_engine.batch import Batch, Scheduled
 from kvtier_engine.block_pool import BlockPool
+from kvtier_engine.compute_share import ComputeShare, WorkClass
 from kvtier_engine.config import EngineConfig
 from kvtier_engine.request import FinishReason, Request, RequestState
+from kvtier_engine.roster import Roster
+from kvtier_engine.tables import BlockTables
+from kvtier_engine.verdict import SchedulerStats, Stall, Verdict
+from kvtier_engine.waiting import WaitingQueue
 
-__all__ = ["Scheduled", "Scheduler", "Verdict"]
-
-logger = logging.getLogger("kvtier.scheduler")
+__all__ = ["Scheduled", "Scheduler", "StepPlan"]
 
 
-class Verdict(Enum):
-    """What a step came to."""
-
-    OK = "ok"
-    """Tokens are to be computed."""
-    IDLE = "idle"
-    """No request is unfinished."""
-    WAIT = "wait"
-    """Nothing can be computed until a copy under way ends."""
-    STALL = "stall"
-    """Requests are unfinished, nothing can be computed, and nothing is under way: a bug, or blocks pinned for ever."""
+RESTORE_FAILED = "its KV could not be restored, and restore.on_failure is 'fail'"
 
 
 @dataclass(frozen=True, slots=True)
-class Scheduled:
-    """A request's share of a step: its next `num_tokens` tokens, for which its table has blocks."""
+class StepPlan:
+    """What a step is to compute, and what it came to.
 
-    request: Request
-    num_tokens: int
+    in_flight: copies, lookups and stages that have not ended. next_deadline: on the connector's clock, when the first
+    wait ends by itself; None without one. preempted: requests that lost their slot and blocks in this step. failed:
+    requests that cannot go on, each with why; the engine ends them. stall: with the verdict STALL, what there is.
+    """
+
+    scheduled: tuple[Scheduled, ...]
+    verdict: Verdict
+    in_flight: int
+    next_deadline: float | None
+    preempted: tuple[str, ...]
+    failed: tuple[tuple[Request, str], ...]
+    stall: Stall | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    work: WorkClass
+    is_contended: bool
 
 
 class Scheduler:
-    """Owns the queues and every request's state; decides, and leaves copying and computing to others.
+    """Owns every request's state; decides, and leaves copying and computing to others.
 
-    A step is six phases in a fixed order: events, restores, feasibility, turn, escape, verdict. FCFS. Decodes come
-    before prefill chunks, running requests before new ones; the youngest is preempted for a decode that finds no block.
+    A step is six phases in a fixed order: events, restores, feasibility, turn, escape, verdict. Restores are polled in
+    every step, whatever its turn is, and whether or not there is a slot. Decodes come before prompts, unless the
+    compute share gives the step to these; a decode that finds no block preempts the request that came last. A step that
+    would be empty though something runs preempts until it is not.
 
-    A request whose blocks are still on their way from a lower tier keeps its place among the waiting; others pass it.
-
-    Mutable state: `waiting`, `running` (restoring requests hold a place in it too), `_staging`, `_scheduled`. Engine's
-    thread only.
+    Mutable state: everything that is not a collaborator. Engine's thread only.
     """
 
     def __init__(
         self, pool: BlockPool, connector: ConnectorScheduler | None, config: EngineConfig, block_tokens: int
     ) -> None:
         self.pool = pool
-        self.waiting: OrderedDict[Request, None] = OrderedDict()  # an ordered set: any of many can leave it at once
-        self.running: list[Request] = []
-        self.num_preemptions = 0
+        self.waiting = WaitingQueue(by_priority=config.policy == "priority")
+        self.num_stalls = 0
         self._connector = connector
         self._config = config
-        self._block_tokens = block_tokens
+        self._tables = BlockTables(pool, connector, block_tokens)
+        self.admission = Admission(pool, self.waiting, self._tables, connector, config)
+        self._roster = Roster(pool, self.waiting, self._tables, self.admission, connector)
+        self._share = None if config.prefill_share is None else ComputeShare(config.prefill_share)
         self._requests: dict[str, Request] = {}
+        self._arrivals = itertools.count()
+        self._step = 0
         self._scheduled: dict[str, Scheduled] = {}
-        self._staging: dict[Request, None] = {}  # of the waiting: those whose blocks are on their way to host memory
-        self._num_stalls = 0
+        self._turn: _Turn | None = None
+        self._is_computing = False
+        self._deferred: list[list[int]] = []  # blocks of requests that ended while a step with them is computed
+        self._work = StepWork(0, 0.0, 0.0, 0)
+        self._num_stalled_steps = 0
         # The most a step can allocate: every token of it in a new block's place, rounded up once per request.
         self._step_budget = -(-config.max_batch_tokens // block_tokens) + config.max_num_seqs
 
@@ -76,75 +97,109 @@ class Scheduler:
         return request_id in self._requests
 
     @property
-    def num_unfinished(self) -> int:
-        return len(self._requests)
+    def running(self) -> Sequence[Request]:
+        """Requests with a slot, those whose blocks are landing included."""
+        return self._roster.running
 
     @property
-    def num_staging(self) -> int:
-        """Waiting requests whose blocks are on their way to host memory."""
-        return len(self._staging)
+    def num_preemptions(self) -> int:
+        return self._roster.num_preemptions
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._requests)
 
     def requests(self) -> Iterable[Request]:
         return self._requests.values()
 
     def add(self, request: Request) -> None:
+        request.arrival_index = next(self._arrivals)
         self._requests[request.request_id] = request
-        self.waiting[request] = None
-        if self._connector is not None:
-            num_local = len(self.pool.match(request.root, self._reusable(request), request.tokens_of))
-            info = RequestInfo(request.request_id, request.chain.digests, request.options, num_local)
-            self._connector.start_request(info)
-            if self._connector.match(request.request_id, num_local, 0).is_staging:
-                self._staging[request] = None
+        self._roster.arrive(request)
 
     def finish(self, request_id: str, reason: FinishReason, error: str | None = None) -> Request | None:
-        """End a request in whatever state it is; None when it is not live. Its blocks are free at once, except those
-        that a copy under way still pins."""
+        """End a request in whatever state it is; None when it is not live.
+
+        Its slot is free at once; so are its blocks, except those that a copy under way pins, and those of a request in
+        the step that is being computed, which are free when that ends.
+        """
         request = self._requests.pop(request_id, None)
         if request is None:
             return None
-        self._staging.pop(request, None)
-        if request.state is RequestState.WAITING:
-            del self.waiting[request]
+        blocks = self._roster.leave(request)
+        if self._is_computing and request_id in self._scheduled:
+            self._deferred.append(blocks)
         else:
-            self.running.remove(request)
-        self._scheduled.pop(request_id, None)
-        self.pool.release(request.forget_blocks())
+            self.pool.release(blocks)
         request.state = RequestState.FINISHED
         request.finish_reason = reason
         request.error = error
-        if self._connector is not None:
-            self._connector.finish_request(request_id)
         return request
+
+    def preempt_all(self) -> None:
+        """Every request with a slot loses it and its blocks, and waits: for a reset of the cache while they run."""
+        for request in list(self.running):
+            self._roster.preempt(request)
 
     # ---- one step ------------------------------------------------------------------------------------------------
 
-    def schedule(self, outcomes: Sequence[RestoreOutcome], *, copies_in_flight: int) -> tuple[list[Scheduled], Verdict]:
+    def schedule(self, outcomes: Sequence[RestoreOutcome], *, copies_in_flight: int) -> StepPlan:
         """Decide a step. outcomes: restores that ended since the last one; copies_in_flight: copies that have not."""
-        self._scheduled = {}
+        self._step += 1
+        batch = Batch(self._roster, self._tables, self.admission, self._step, self._config.max_batch_tokens)
         # 1. Events.
-        self._consume(outcomes)
-        # 2. Restores under way end with their copies; a new one begins in 4, once its blocks are known to fit.
-        self._poll_stages()
+        failed = self._consume(outcomes)
+        # 2. Restores: all active ones, then the waits for capacity, where a slot is free.
+        poll = self._poll_restores()
+        failed += self._consume(poll.outcomes)
+        failed += [(self._requests[name], RESTORE_FAILED) for name in poll.failed if name in self._requests]
+        candidates = self.admission.scan(self.running)
         # 3. Feasibility: counts only, nothing is touched.
-        can_run = any(request.state is RequestState.RUNNING for request in self.running)
-        can_admit = len(self.waiting) > len(self._staging) and len(self.running) < self._config.max_num_seqs
-        # 4. Turn: decodes, running prompts, new requests.
-        if can_run or can_admit:
-            self._turn(self._config.max_batch_tokens)
+        could_decode = any(request.is_decoding for request in self._roster.computing())
+        could_prefill = self._could_prefill() or any(not candidate.is_restore for candidate in candidates)
+        # 4. Turn.
+        self._turn = self._take_turn(batch, candidates, could_decode=could_decode, could_prefill=could_prefill)
         # 5. Escape.
-        if can_run and not self._scheduled:
-            self._escape()
+        if not batch.shares:
+            batch.escape()
         # 6. Verdict.
-        return list(self._scheduled.values()), self._verdict(copies_in_flight)
+        self._scheduled = batch.shares
+        return self._judge(poll, copies_in_flight, failed)
 
     def demand(self) -> StepDemand:
-        """How soon the free queue will be used up; asked after `schedule`."""
-        ahead = [r for r in self.running if r.state is RequestState.RUNNING]
-        slots = self._config.max_num_seqs - len(self.running)
-        ahead += [request for request, _ in zip(self.waiting, range(slots), strict=False)]
-        waiting = sum(max(0, r.blocks_for(len(r.tokens) + 1) - len(r.block_table)) for r in ahead)
-        return StepDemand(self.pool.take_num_allocated(), self._step_budget, waiting)
+        """How soon the free queue will be used up, and what prompts cost; asked after `schedule`."""
+        prompts = [request for request in self._roster.computing() if not request.is_decoding]
+        backlog = self.waiting.num_ready_tokens + sum(request.num_uncomputed for request in prompts)
+        # What this step computes is done before anybody arrives.
+        backlog -= sum(share.num_tokens for share in self._scheduled.values() if share.is_prefill)
+        ahead = [*self._roster.computing(), *self.waiting.first_ready(self._config.max_num_seqs - len(self.running))]
+        waiting = sum(self.admission.ledger.needed(request, 0) for request in ahead)
+        work, self._work = self._work, StepWork(0, 0.0, 0.0, 0)
+        return StepDemand(
+            self.pool.take_num_allocated(), self._step_budget, waiting, replace(work, backlog_tokens=backlog)
+        )
+
+    @property
+    def is_computing(self) -> bool:
+        """Between `begin_compute` and `end_compute`."""
+        return self._is_computing
+
+    def begin_compute(self) -> None:
+        """The step's forward begins: blocks in it are not given to others until `end_compute`, whoever aborts."""
+        self._is_computing = True
+
+    def end_compute(self, seconds: float) -> None:
+        """The step's output was processed, well or not. seconds: how long its forward took; 0 when it failed."""
+        self._is_computing = False
+        for blocks in self._deferred:
+            self.pool.release(blocks)
+        self._deferred.clear()
+        chunks = [(share.num_tokens, share.start) for share in self._scheduled.values() if share.is_prefill]
+        pairs = sum(count * (start + count / 2) for count, start in chunks)
+        self._work = StepWork(sum(count for count, _ in chunks), pairs, seconds, 0)
+        if self._share is not None and self._turn is not None:
+            self._share.record(self._turn.work, seconds, self._turn.is_contended)
+            self._turn = None
 
     def confirm(self, scheduled: Scheduled, token: int | None, now: float) -> None:
         """The forward of a request's share succeeded: publish the blocks it filled, append the sampled token."""
@@ -152,18 +207,37 @@ class Scheduler:
         if request.state is not RequestState.RUNNING:
             return
         request.num_computed += scheduled.num_tokens
-        self._publish(request)
+        self._tables.publish(request)
         if token is not None:
             request.append(token, now)
 
+    def stats(self) -> SchedulerStats:
+        """A snapshot. O(running)."""
+        num_restoring = sum(request.state is RequestState.RESTORING for request in self.running)
+        pool = self.pool
+        return SchedulerStats(
+            running=len(self.running) - num_restoring,
+            restoring=num_restoring,
+            waiting=len(self.waiting),
+            waiting_for_place=self.waiting.num_ready,
+            waiting_for_stage=self.waiting.num_staging,
+            restore_capacity_waits=self.admission.ledger.num_waiters,
+            blocks_free=pool.num_free,
+            blocks_used=pool.num_blocks - pool.num_free - pool.num_held,
+            blocks_held=pool.num_held,
+            preemptions=self.num_preemptions,
+            stalls=self.num_stalls,
+        )
+
     def check_integrity(self) -> None:
         """Raises IntegrityError when queues, tables and pool disagree. O(blocks): for tests."""
-        self.pool.check_integrity([request.block_table for request in self._requests.values()])
+        tables = [request.block_table for request in self._requests.values()]
+        self.pool.check_integrity(tables + self._deferred)
+        self.waiting.check_integrity()
+        self.admission.ledger.check_integrity(self.waiting)
         places = [*self.waiting, *self.running]
         if sorted(map(id, places)) != sorted(map(id, self._requests.values())):
             raise IntegrityError("scheduler: a live request stands in no queue, or in two")
-        if not self._staging.keys() <= self.waiting.keys():
-            raise IntegrityError("scheduler: a request is being staged that does not wait")
         if len(self.running) > self._config.max_num_seqs:
             raise IntegrityError(f"scheduler: {len(self.running)} run, more than max_num_seqs")
         for request in self._requests.values():
@@ -172,216 +246,121 @@ class Scheduler:
                 raise IntegrityError(
                     f"scheduler: request {request.request_id} is {request.state.value} in the wrong place"
                 )
-            if request.num_computed > len(request.block_table) * self._block_tokens:
+            if request.num_computed > len(request.block_table) * request.block_tokens:
                 raise IntegrityError(f"scheduler: request {request.request_id} has computed tokens without blocks")
 
     # ---- phases --------------------------------------------------------------------------------------------------
 
-    def _consume(self, outcomes: Sequence[RestoreOutcome]) -> None:
-        """Restores that ended: what landed is computed and matchable, what did not is the request's to compute."""
+    def _consume(self, outcomes: Sequence[RestoreOutcome]) -> list[tuple[Request, str]]:
+        """Restores that ended: what landed is computed and matchable, what did not is the request's to compute, or to
+        restore once more. Returns the requests for which that is fatal."""
+        failed: list[tuple[Request, str]] = []
         for outcome in outcomes:
             request = self._requests.get(outcome.request_id)
             if request is None or request.state is not RequestState.RESTORING:
                 continue
-            request.state = RequestState.RUNNING
-            request.num_computed = (outcome.first_block + outcome.num_landed) * self._block_tokens
-            if not request.was_admitted:
-                request.restored_tokens = outcome.num_landed * self._block_tokens
-            request.was_admitted = True
-            self._publish(request)
+            if not outcome.is_abandoned:
+                self._take_landed(request, outcome)
+            if outcome.must_fail:
+                failed.append((request, RESTORE_FAILED))
+            elif outcome.is_abandoned or outcome.will_retry:
+                self._roster.wait_again(request, staging=outcome.will_retry)
+        return failed
 
-    def _poll_stages(self) -> None:
-        """Which of the waiting may be admitted now: their blocks came, or the wait for them is over."""
-        for request in list(self._staging):
-            if self._connector is None or not self._connector.match(request.request_id, 0, 0).is_staging:
-                del self._staging[request]
+    def _take_landed(self, request: Request, outcome: RestoreOutcome) -> None:
+        request.state = RequestState.RUNNING
+        request.num_computed = (outcome.first_block + outcome.num_landed) * request.block_tokens
+        if not request.num_preemptions:
+            request.restored_tokens += outcome.num_landed * request.block_tokens
+        request.was_admitted = True
+        self._tables.publish(request)
 
-    def _next_waiting(self) -> Request | None:
-        """The first in the queue that waits for nothing but its turn."""
-        return next((request for request in self.waiting if request not in self._staging), None)
+    def _poll_restores(self) -> RestorePoll:
+        if self._connector is None:
+            return NO_RESTORES
+        poll = self._connector.poll_restores()
+        for request_id in poll.ready:
+            request = self._requests.get(request_id)
+            if request is not None and self.waiting.is_staging(request):
+                self.waiting.make_ready(request)
+        return poll
 
-    def _turn(self, budget: int) -> None:
-        num_preempted = self.num_preemptions
-        budget = self._run_decodes(budget)
-        budget = self._run_prefills(budget)
-        if self.num_preemptions == num_preempted:  # what was preempted must not come back in its own step
-            self._admit_waiting(budget)
+    def _could_prefill(self) -> bool:
+        return any(
+            not request.is_decoding and self._tables.num_fitting(request, 1) for request in self._roster.computing()
+        )
 
-    def _run_decodes(self, budget: int) -> int:
-        for request in list(self.running):
-            if budget and request.state is RequestState.RUNNING and request.is_decoding:
-                fits = self._grow(request, 1)
-                while not fits and self._preempt_youngest(keep=request):
-                    fits = self._grow(request, 1)
-                if fits:
-                    self._scheduled[request.request_id] = Scheduled(request, 1)
-                    budget -= 1
-        return budget
+    def _take_turn(
+        self, batch: Batch, candidates: list[Candidate], *, could_decode: bool, could_prefill: bool
+    ) -> _Turn | None:
+        """Fill the batch; without a compute share with both kinds of work, else with one."""
+        if self._share is None:
+            batch.run_decodes()
+            batch.run_prefills()
+            batch.admit(candidates, may_compute=True)
+            return None
+        work = self._share.select(could_decode, could_prefill)
+        is_contended = could_decode and could_prefill
+        if work is WorkClass.PREFILL:
+            batch.run_prefills()
+            batch.admit(candidates, may_compute=True)
+        else:
+            batch.run_decodes()
+            may_compute = not batch.shares
+            if may_compute:
+                work, is_contended = WorkClass.PREFILL, False
+                batch.run_prefills()
+            batch.admit(candidates, may_compute=may_compute)  # landing computes nothing, and needs no turn of its own
+        if not batch.shares or work is None:
+            return None
+        self._share.dispatch(work, is_contended)
+        return _Turn(work, is_contended)
 
-    def _run_prefills(self, budget: int) -> int:
-        """Chunks of running prompts, oldest first. They take free blocks only; a decode is never preempted for them."""
-        for request in list(self.running):
-            if budget and request.state is RequestState.RUNNING and request.request_id not in self._scheduled:
-                budget -= self._run_chunk(request, budget)
-        return budget
-
-    def _run_chunk(self, request: Request, budget: int) -> int:
-        num_tokens = min(request.num_uncomputed, budget)
-        if request.is_decoding or not self._grow(request, num_tokens):
-            return 0
-        self._scheduled[request.request_id] = Scheduled(request, num_tokens)
-        return num_tokens
-
-    def _admit_waiting(self, budget: int) -> None:
-        while budget and len(self.running) < self._config.max_num_seqs:
-            request = self._next_waiting()
-            if request is None:
-                break
-            if (
-                self.running
-                and request.refused_with_free is not None
-                and self.pool.num_free <= request.refused_with_free
-            ):
-                break  # no more room than when it was refused: walking its prefix again would change nothing
-            local = self.pool.match(request.root, self._reusable(request), request.tokens_of)
-            if not self._can_admit(request, local):
-                request.refused_with_free = self.pool.num_free
-                break
-            request.refused_with_free = None
-            del self.waiting[request]
-            self._admit(request, local)
-            if request.state is RequestState.RUNNING:
-                budget -= self._run_chunk(request, budget)
-
-    def _escape(self) -> None:
-        """Nothing runs though something could: preempt the youngest until the oldest gets its blocks."""
-        for request in list(self.running):
-            if request.state is not RequestState.RUNNING:
-                continue
-            num_tokens = min(request.num_uncomputed, self._config.max_batch_tokens)
-            fits = self._grow(request, num_tokens)
-            while not fits and self._preempt_youngest(keep=request):
-                fits = self._grow(request, num_tokens)
-            if fits:
-                self._scheduled[request.request_id] = Scheduled(request, num_tokens)
-                return
-
-    def _verdict(self, copies_in_flight: int) -> Verdict:
+    def _judge(self, poll: RestorePoll, copies_in_flight: int, failed: list[tuple[Request, str]]) -> StepPlan:
+        num_landing = sum(request.state is RequestState.RESTORING for request in self.running)
+        in_flight = max(copies_in_flight, num_landing) + self.waiting.num_staging
+        stall: Stall | None = None
         if self._scheduled:
             verdict = Verdict.OK
         elif not self._requests:
             verdict = Verdict.IDLE
-        elif copies_in_flight or self._staging or any(r.state is RequestState.RESTORING for r in self.running):
+        elif in_flight or failed or self.admission.ledger.num_waiters:
             verdict = Verdict.WAIT
         else:
-            verdict = Verdict.STALL
-            self._num_stalls += 1
-        if verdict is not Verdict.STALL:
-            self._num_stalls = 0
-        return verdict
-
-    @property
-    def stalled(self) -> Request | None:
-        """The request to fail when two steps in a row stalled; None otherwise."""
-        if self._num_stalls < 2:
-            return None
-        return self.running[0] if self.running else next(iter(self.waiting))
-
-    # ---- blocks --------------------------------------------------------------------------------------------------
-
-    def _reusable(self, request: Request) -> Sequence[BlockDigest]:
-        return request.chain.digests[: request.max_reusable_blocks]
-
-    def _can_admit(self, request: Request, local: list[int]) -> bool:
-        """Pure: does all of the request, and one more token, fit beside what running prompts still need?"""
-        outstanding = sum(
-            max(0, r.blocks_for(len(r.tokens) + 1) - len(r.block_table)) for r in self.running if not r.is_decoding
+            verdict, stall = Verdict.STALL, self._describe_stall()
+            failed = failed + self._end_stall(stall)
+        if stall is None:
+            self._num_stalled_steps = 0
+        return StepPlan(
+            scheduled=tuple(self._scheduled.values()),
+            verdict=verdict,
+            in_flight=in_flight,
+            next_deadline=poll.next_deadline,
+            preempted=self._roster.take_preempted(),
+            failed=tuple(failed),
+            stall=stall,
         )
-        available = self.pool.num_free - self.pool.num_free_of(local)
-        needed = request.blocks_for(len(request.tokens)) - len(local)
-        return needed + outstanding <= available
 
-    def _admit(self, request: Request, local: list[int]) -> None:
-        """Give the request its cached blocks and a place among the running; begin a restore for what the tiers hold."""
-        self.pool.acquire(local)
-        request.block_table = list(local)
-        request.num_computed = len(local) * self._block_tokens
-        request.num_published = len(local)
-        if not request.was_admitted:
-            request.gpu_hit_tokens = request.num_computed
-        self.running.append(request)
-        request.state = RequestState.RUNNING
-        if self._connector is not None and self._begin_restore(request, len(local)):
-            request.state = RequestState.RESTORING
-            return
-        request.was_admitted = True
+    def _end_stall(self, stall: Stall) -> list[tuple[Request, str]]:
+        """One stalled step may be a matter of moments; at the second, fail the request that stands in the way."""
+        self._num_stalled_steps += 1
+        if self._num_stalled_steps == 1:
+            self.num_stalls += 1
+            self.admission.look_anew()
+            return []
+        self._num_stalled_steps = 0
+        return [(self._requests[stall.request_id], stall.describe())]
 
-    def _begin_restore(self, request: Request, num_local: int) -> bool:
-        assert self._connector is not None
-        max_blocks = request.max_reusable_blocks - num_local
-        match = self._connector.match(request.request_id, num_local, max_blocks)
-        blocks = (self.pool.allocate(match.num_blocks) or []) if match.num_blocks else []
-        num_landing = self._connector.admit(request.request_id, num_local, max_blocks, blocks)
-        self.pool.release(blocks[num_landing:])
-        request.block_table += blocks[:num_landing]
-        return num_landing > 0
-
-    def _grow(self, request: Request, num_tokens: int) -> bool:
-        """Blocks for the next `num_tokens` tokens; False, and nothing changed, when too few are free."""
-        needed = request.blocks_for(request.num_computed + num_tokens) - len(request.block_table)
-        if needed <= 0:
-            return True
-        blocks = self.pool.allocate(needed)
-        if blocks is None:
-            return False
-        request.block_table += blocks
-        return True
-
-    def _preempt_youngest(self, keep: Request) -> bool:
-        """Send the youngest unscheduled request whose blocks are usable at once to the queue's front.
-
-        False if there is none.
-        """
-        for victim in reversed(self.running):
-            if victim is keep or victim.state is not RequestState.RUNNING or victim.request_id in self._scheduled:
-                continue
-            if not self.pool.num_freed_by_release(victim.block_table):
-                continue
-            self.running.remove(victim)
-            self.pool.release(victim.forget_blocks())
-            victim.state = RequestState.WAITING
-            victim.num_preemptions += 1
-            self.num_preemptions += 1
-            self.waiting[victim] = None
-            self.waiting.move_to_end(victim, last=False)
-            logger.info("preempted request %s: %d tokens", victim.request_id, len(victim.tokens))
-            return True
-        return False
-
-    def _publish(self, request: Request) -> None:
-        """Make the blocks that are full and computed matchable.
-
-        Where another block holds the same KV, share that one.
-        """
-        first = start = request.num_published
-        full = request.num_computed // self._block_tokens
-        table = request.block_table
-        for index in range(first, full):
-            previous = table[index - 1] if index else None
-            own = table[index]
-            block_id = self.pool.publish(
-                own, request.chain.digests[index], request.root, previous, request.tokens_of(index)
-            )
-            if block_id != own:
-                self._tell_published(request, start, index)
-                start = index + 1
-                self.pool.acquire([block_id])
-                table[index] = block_id
-                self.pool.release([own])
-        self._tell_published(request, start, full)
-        request.num_published = max(first, full)
-
-    def _tell_published(self, request: Request, start: int, end: int) -> None:
-        known = [b for b in request.block_table[start:end] if self.pool.is_published(b)]
-        if self._connector is not None and known:
-            self._connector.publish(request.request_id, start, known)
+    def _describe_stall(self) -> Stall:
+        first = min([*self.running, *self.waiting.first_ready(1)], key=self.waiting.key)
+        stats = self.stats()
+        return Stall(
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            num_free=stats.blocks_free,
+            num_used=stats.blocks_used,
+            num_held=stats.blocks_held,
+            request_id=first.request_id,
+            num_needed=self.admission.ledger.needed(first, 0),
+            holders=self.pool.holders(),
+        )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvtier_engine.testing.rig import EngineRig
+from tests.engine.restores import Kind, Restores
 
 if TYPE_CHECKING:
     from kvtier_engine.hf_runner import HFRunner
@@ -63,3 +64,18 @@ def open_rig() -> Iterator[Callable[..., EngineRig]]:
             return rig
 
         yield make
+
+
+@pytest.fixture(params=["kvtier", "scripted"])
+def open_restores(request: pytest.FixtureRequest) -> Iterator[Callable[..., Restores]]:
+    """Engines beside kvtier's connector, and the same story once more beside the scripted one."""
+    kind: Kind = request.param
+    with ExitStack() as stack:
+        yield lambda *args, **kwargs: stack.enter_context(Restores(kind, *args, **kwargs))
+
+
+@pytest.fixture
+def open_scripted() -> Iterator[Callable[..., Restores]]:
+    """Engines beside the scripted connector: lookups, stages and ranks are in the test's hands too."""
+    with ExitStack() as stack:
+        yield lambda *args, **kwargs: stack.enter_context(Restores("scripted", *args, **kwargs))

@@ -103,8 +103,8 @@ def test_r29_the_least_recently_used_goes_first() -> None:
 def test_unpin_restores_the_exact_old_place() -> None:
     pool = BlockPool(5)
     order = list(pool.free_queue())
-    pool.pin(2)
-    pool.pin(2)
+    pool.pin(2, "a copy")
+    pool.pin(2, "a copy")
     assert list(pool.free_queue()) == order
     assert pool.num_free == 4
     pool.unpin(2)
@@ -116,8 +116,8 @@ def test_unpin_restores_the_exact_old_place() -> None:
 
 def test_pinned_blocks_are_passed_over() -> None:
     pool = BlockPool(3)
-    pool.pin(0)
-    pool.pin(1)
+    pool.pin(0, "a copy")
+    pool.pin(1, "a copy")
     assert pool.allocate(2) is None
     assert allocate(pool, 1) == [2]
     pool.unpin(1)
@@ -129,7 +129,7 @@ def test_a_pinned_block_can_be_shared_and_released() -> None:
     blocks = allocate(pool, 1)
     publish_chain(pool, blocks, (1,))
     pool.release(blocks)
-    pool.pin(blocks[0])
+    pool.pin(blocks[0], "a copy")
     assert pool.num_free_of(blocks) == 0
     pool.acquire(blocks)
     pool.release(blocks)
@@ -228,7 +228,7 @@ def test_a_prefix_computed_again_can_be_continued() -> None:
     pool = BlockPool(4)
     blocks = publish_chain(pool, allocate(pool, 2), (1, 2))
     pool.release(blocks)
-    pool.pin(blocks[1])
+    pool.pin(blocks[1], "a copy")
     taken = allocate(pool, 3)
     pool.release(taken)
     pool.unpin(blocks[1])
@@ -241,7 +241,7 @@ def test_a_prefix_computed_again_can_be_continued() -> None:
 def test_reset_forgets_what_blocks_hold_and_keeps_who_has_them() -> None:
     pool = BlockPool(3)
     blocks = publish_chain(pool, allocate(pool, 2), (1, 2))
-    pool.pin(blocks[0])
+    pool.pin(blocks[0], "a copy")
     pool.reset_cache()
     pool.check_integrity([blocks])
     assert match(pool, (1, 2)) == []
@@ -261,7 +261,7 @@ def test_every_change_of_the_queue_changes_its_version() -> None:
     pool.acquire(blocks[:1])
     versions.append(pool.queue_version)
     assert len(set(versions)) == len(versions)
-    pool.pin(2)
+    pool.pin(2, "a copy")
     pool.unpin(2)
     assert pool.queue_version == versions[-1]
 
@@ -334,7 +334,7 @@ class PoolMachine(RuleBasedStateMachine):
     def pin(self, data: st.DataObject) -> None:
         block = data.draw(st.integers(0, self.pool.num_blocks - 1))
         before = list(self.pool.free_queue())
-        self.pool.pin(block)
+        self.pool.pin(block, "a copy")
         self.pinned.append(block)
         assert list(self.pool.free_queue()) == before
 

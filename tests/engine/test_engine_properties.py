@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvtier_connectors.contract import WRITTEN, CopyFailure, CopyResult, KVOptions
 from kvtier_engine.request import FinishReason
 from kvtier_engine.runner import BatchItem
-from kvtier_engine.scheduler import Verdict
 from kvtier_engine.testing.rig import EngineRig
+from kvtier_engine.verdict import Verdict
 
 BLOCK_TOKENS = 2
 

@@ -12,8 +12,8 @@ import pytest
 from kvtier.executor import ThreadExecutor
 from kvtier_connectors.contract import KVOptions
 from kvtier_engine.request import FinishReason, RequestState
-from kvtier_engine.scheduler import Verdict
 from kvtier_engine.testing.disk import DiskRig, disk_rigs
+from kvtier_engine.verdict import Verdict
 
 OpenDisk = Callable[..., DiskRig]
 
@@ -45,7 +45,7 @@ def test_a_step_in_which_all_are_staging_waits_and_is_no_stall(open_disk: OpenDi
         result = rig.step()
         assert (result.verdict, result.outputs, result.num_tokens) == (Verdict.WAIT, (), 0)
         assert rig.engine.has_work
-        assert rig.engine.scheduler.num_staging == 2
+        assert rig.engine.scheduler.waiting.num_staging == 2
         assert rig.engine.pool.num_free == rig.engine.pool.num_blocks, "nothing is allocated for what may come"
     rig.run()
     assert {output.restored_tokens for output in rig.finished.values()} == {16}
@@ -82,19 +82,21 @@ def test_of_those_whose_blocks_came_the_first_to_arrive_is_first(open_disk: Open
     rig.verify_quiet()
 
 
-def test_a_preempted_request_does_not_wait_for_a_disk(open_disk: OpenDisk) -> None:
-    rig = open_disk(num_blocks=8)
+def test_a_preempted_request_comes_back_from_disk(open_disk: OpenDisk) -> None:
+    """Its blocks have left the pool and host memory by the time that there is room for it: it is staged again."""
+    rig = open_disk(num_blocks=8, host_blocks=4)
     rig.add("a", prompt(14, 700), 12)
     rig.add("b", prompt(14, 800), 12)
-    preempted = False
+    staged = preempted = False
     for _ in range(60):
         if not rig.engine.num_unfinished:
             break
         rig.step()
-        rig.settle()
         preempted |= rig.engine.scheduler.num_preemptions > 0
-        assert rig.engine.scheduler.num_staging == 0
+        staged |= preempted and rig.engine.scheduler.waiting.num_staging == 1
+        rig.settle()
     assert preempted
+    assert staged
     rig.run()
     rig.verify_quiet()
 
@@ -109,7 +111,7 @@ def test_an_abort_while_staging_gives_its_output_and_frees_the_name(open_disk: O
     output = rig.abort("a")
     assert output is not None
     assert (output.finish_reason, output.token_ids) == (FinishReason.ABORT, ())
-    assert rig.engine.scheduler.num_staging == 0
+    assert rig.engine.scheduler.waiting.num_staging == 0
     assert rig.abort("a") is None
     assert not rig.engine.has_work
     rig.add("a", prompt(17, 100))
@@ -154,7 +156,7 @@ def test_waiting_ends_as_soon_as_blocks_came(open_disk: OpenDisk) -> None:
         rig.files.wait_stalled()
         threading.Timer(0.05, rig.files.heal).start()
         begun = time.monotonic()
-        while rig.engine.scheduler.num_staging:
+        while rig.engine.scheduler.waiting.num_staging:
             rig.engine.wait(20.0)
             rig.step()
         assert time.monotonic() - begun < 10.0
@@ -176,7 +178,7 @@ def test_two_hundred_staging_requests_are_counted_once_each(open_disk: OpenDisk)
     rig = open_disk(num_blocks=16, restore__max_wait_s=10.0)
     for i in range(200):
         rig.add(f"r{i}", [*prompt(16, 100 * (i % 3)), 5000 + i])
-    assert rig.engine.scheduler.num_staging == 200
+    assert rig.engine.scheduler.waiting.num_staging == 200
     for _ in range(20):
         rig.step()
     assert rig.opened.stats().lookups == 0

@@ -28,7 +28,7 @@ def draws(sampler: Sampler, count: int, scores: Any = None) -> list[int]:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("max_tokens", 0),
+        ("max_tokens", "8"),
         ("max_tokens", 2.0),
         ("max_tokens", True),
         ("temperature", -0.1),
@@ -61,6 +61,8 @@ def test_a_bad_setting_is_named_with_its_value(name: str, value: object) -> None
 def test_the_edges_of_each_range_are_accepted() -> None:
     SamplingParams(max_tokens=1, temperature=0, top_p=1, seed=0, stop=("a",), stop_token_ids=(0,), ignore_eos=True)
     SamplingParams(max_tokens=None, temperature=100, top_p=1e-9, seed=2**64 - 1)
+    SamplingParams(max_tokens=0)
+    SamplingParams(max_tokens=-1)
 
 
 def test_importing_the_light_modules_does_not_import_torch() -> None:

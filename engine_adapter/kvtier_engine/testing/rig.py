@@ -3,7 +3,7 @@ oracle."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -24,12 +24,14 @@ from kvtier_connectors.contract import (
     KVOptions,
     RequestInfo,
     RestoreOutcome,
+    RestorePoll,
     StepDemand,
     TransferPlan,
     WriteFence,
 )
 from kvtier_connectors.scheduler import ConnectorStats, KVTierScheduler
 from kvtier_connectors.worker import KVTierWorker
+from kvtier_engine.beside import ConnectorOpener
 from kvtier_engine.block_pool import BlockPool
 from kvtier_engine.config import EngineConfig
 from kvtier_engine.engine import NO_EXTRAS, Engine, StepResult
@@ -77,14 +79,17 @@ class ConnectorRig:
         block_tokens: int = 4,
         executor: Executor | None = None,
         make_store: Callable[[Settings], Store] = tiny_store,
+        clock: FakeClock | None = None,
+        num_ranks: int = 1,
         **overrides: object,
     ) -> None:
+        self.clock = clock or FakeClock()
         self.runner = FakeRunner(num_blocks, block_tokens)
         self.block_tokens = block_tokens
         self.pool = BlockPool(num_blocks)
         self.store = make_store(tiny_settings(host_blocks, policy, **overrides))
         self.space = self.store.open_space(namespace_of(self.runner))
-        self.scheduler = KVTierScheduler(self.store, self.space, self.pool)
+        self.scheduler = KVTierScheduler(self.store, self.space, self.pool, num_ranks=num_ranks, clock=self.clock)
         self.executor = ManualExecutor()
         planes = BlockPlanes.from_arrays(self.runner.planes())
         self.worker = KVTierWorker(planes, self.space.buffer, executor=self.executor if executor is None else executor)
@@ -99,10 +104,11 @@ class ConnectorRig:
         *,
         options: KVOptions = NO_OPTIONS,
         num_local_blocks: int = 0,
+        num_tokens: int = 0,
     ) -> Sequence[BlockDigest]:
         digests = digest_tokens(tokens, self.block_tokens, NO_EXTRAS)
         self.digests[request_id] = digests
-        self.scheduler.start_request(RequestInfo(request_id, digests, options, num_local_blocks))
+        self.scheduler.start_request(RequestInfo(request_id, digests, options, num_local_blocks, num_tokens))
         return digests
 
     def compute(self, request_id: str, tokens: Sequence[int]) -> list[int]:
@@ -145,6 +151,12 @@ class ConnectorRig:
         outcomes = self.scheduler.complete(self.worker.poll() if results is None else results)
         self.check_integrity()
         return outcomes
+
+    def poll(self) -> RestorePoll:
+        """One step's look at the restores."""
+        poll = self.scheduler.poll_restores()
+        self.check_integrity()
+        return poll
 
     def copy_all(self) -> list[RestoreOutcome]:
         """Run every queued copy and collect."""
@@ -231,9 +243,14 @@ class EngineRig:
         kvtier: bool = True,
         clock: Clock | None = None,
         eos_token_ids: Sequence[int] = (),
+        runner: FakeRunner | None = None,
+        engine: Mapping[str, Any] | None = None,
+        open_connector: ConnectorOpener | None = None,
         **overrides: object,
     ) -> None:
-        self.runner = FakeRunner(num_blocks, block_tokens)
+        """engine: fields of EngineConfig beside those that have a name here. open_connector: what stands in for kvtier,
+        with `kvtier=False`. overrides: settings, dotted, with `__` for the dot."""
+        self.runner = runner or FakeRunner(num_blocks, block_tokens)
         self.executor = executor if isinstance(executor, ManualExecutor) else ManualExecutor()
         self._is_manual = executor is None
         settings = tiny_settings(host_blocks, policy, **overrides)
@@ -243,13 +260,14 @@ class EngineRig:
             self.engine = Engine(
                 self.runner,
                 namespace_of(self.runner, model),
-                EngineConfig(max_num_seqs, max_batch_tokens, max_model_len),
+                EngineConfig(max_num_seqs, max_batch_tokens, max_model_len, **(engine or {})),
                 settings if kvtier else None,
                 eos_token_ids=eos_token_ids,
                 store=self.store,
                 executor=self.executor if executor is None else executor,
                 clock=clock or FakeClock(),
                 make_sampler=cast("Callable[[SamplingParams], Sampler]", FakeSampler),
+                open_connector=open_connector,
             )
         except BaseException:
             if self._own_store is not None:

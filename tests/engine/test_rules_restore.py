@@ -1,0 +1,235 @@
+"""Waits for GPU blocks and their bound, waits for a slot, attempts and their end.
+
+Unless a story says otherwise the pool has eight blocks, "busy" decodes in four of them, and "again" would restore four
+and needs five.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier_connectors.contract import KVOptions, Match
+from kvtier_engine.request import RequestState
+from kvtier_engine.testing.rig import EngineRig
+from tests.engine.restores import APART, BOUND_S, HELD, Restores, open_refused, prompt
+
+Open = Callable[..., Restores]
+
+URGENT = KVOptions(restore=False, store=False, priority=-1)
+STAGING = Match(0, None, is_staging=True)
+WAITING, RESTORING, RUNNING = RequestState.WAITING, RequestState.RESTORING, RequestState.RUNNING
+
+
+# ---- the bound -------------------------------------------------------------------------------------------------------
+
+
+def test_r47_the_first_refusal_starts_the_wait_and_below_the_bound_nothing_is_said(open_restores: Open) -> None:
+    story = open_refused(open_restores)
+    assert story.status.capacity_waits == 1
+    story.step(BOUND_S - 0.1)
+    assert story.status.longest_capacity_wait_seconds == pytest.approx(BOUND_S - 0.1)
+    assert (story.state("again"), story.warnings()) == (WAITING, [])
+    assert story.status.capacity_expired == 0
+
+
+def test_r48_at_the_bound_one_warning_and_the_prompt_is_recomputed_once(open_restores: Open) -> None:
+    """Its first chunk fits where all that it needs to be restored does not."""
+    story = open_refused(open_restores)
+    story.step(BOUND_S)
+    assert story.state("again") is RUNNING
+    assert story.request("again").num_computed == 63, "what the step had left for it"
+    [warning] = [line for line in story.recorder.warnings() if line.logger == "kvtier.restore"]
+    args = list(warning.args)
+    assert {"again", 64} < set(args)
+    assert args.count(BOUND_S) == 2, "what it waited, and the bound"
+    assert (story.status.capacity_expired, story.status.fallbacks) == (1, {"capacity": 1})
+    story.run()
+    assert story.num_computed("again") == 65 + 1, "each token once, with the first of its output"
+    assert story.num_restored("again") == 0
+    assert len(story.warnings()) == 1
+    story.verify_quiet()
+
+
+def test_r48_an_expired_restore_is_not_tried_again_though_all_blocks_come_back(open_restores: Open) -> None:
+    story = open_restores(max_batch_tokens=128)
+    story.hold(HELD)
+    story.occupy(7)
+    story.add("again", HELD)
+    story.step()
+    story.step(BOUND_S)
+    assert (story.state("again"), len(story.warnings())) == (WAITING, 1), "not even a chunk fits"
+    refusals = story.calls_of("refuse_restore")
+    story.rig.abort("busy")
+    before = story.rig.computed_tokens
+    story.step()
+    assert story.state("again") is RUNNING
+    assert story.rig.computed_tokens - before == len(HELD), "each token once"
+    assert refusals == []
+    story.run()
+    assert (len(story.warnings()), story.status.capacity_expired) == (1, 1)
+    story.verify_quiet()
+
+
+def test_r49_a_restore_that_fits_is_granted_at_any_age(open_restores: Open) -> None:
+    story = open_refused(open_restores)
+    story.rig.abort("busy")
+    story.step(1000 * BOUND_S)
+    assert story.state("again") is RESTORING
+    story.run()
+    assert (story.num_restored("again"), story.warnings()) == (4, [])
+    story.verify_quiet()
+
+
+def test_r50_waiting_for_a_slot_is_no_refusal_however_long(open_restores: Open) -> None:
+    story = open_restores(max_num_seqs=1)
+    story.hold(HELD)
+    story.occupy(4)
+    story.add("again", HELD)
+    refusals = story.calls_of("refuse_restore")
+    for _ in range(5):
+        story.step(BOUND_S)
+    assert (refusals, story.status.capacity_waits) == ([], 0)
+    assert story.stats.restore_capacity_waits == 0
+    story.run()
+    assert (story.num_restored("again"), story.warnings()) == (4, [])
+    story.verify_quiet()
+
+
+def test_r46_r50_with_full_slots_the_bound_is_not_looked_at_but_the_time_counts(open_restores: Open) -> None:
+    story = open_refused(open_restores, max_num_seqs=2, engine={"policy": "priority"})
+    story.add("urgent", prompt(0, 500), 3, URGENT)
+    refusals, polls = story.calls_of("refuse_restore"), story.calls_of("poll_restores")
+    story.step()
+    story.step(BOUND_S)
+    assert (story.state("urgent"), refusals, len(polls)) == (RUNNING, [], 2)
+    assert story.warnings() == []
+    assert story.status.longest_capacity_wait_seconds == BOUND_S, "live, though nobody was refused"
+    story.step()
+    assert "urgent" in story.rig.finished
+    story.step()
+    assert (len(story.warnings()), story.status.capacity_expired) == (1, 1), "at the next refusal with a slot"
+    story.run()
+    story.verify_quiet()
+
+
+def test_r50_a_restore_that_is_slower_by_now_is_not_taken(open_restores: Open) -> None:
+    """Measured while it waited for its slot: a copy to the GPU takes 5 s, and computing the prompt 1 s."""
+    story = open_restores(max_num_seqs=1)
+    story.hold(HELD)
+    story.occupy(4)
+    story.add("again", HELD)
+    story.step()
+    decision = story.decision
+    decision.observe_prefill(64, 64 * 32, 1.0)
+    decision.observe_restore("host", 4 * story.block_bytes, 0, 5.0)
+    story.run()
+    assert (story.num_restored("again"), story.warnings()) == (0, [])
+    story.verify_quiet()
+
+
+def test_r51_r53_an_expired_restore_holds_nobody_back_and_nobody_is_asked(
+    open_restores: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    story = open_restores()
+    story.hold(HELD)
+    story.occupy(7)
+    story.add("again", HELD)
+    story.add("small", prompt(0, 500), 3, APART)
+    story.step(0.0)
+    story.step(BOUND_S - 1.0)
+    assert story.state("small") is WAITING, "the one free block is kept for the older one"
+    story.add("late", prompt(0, 600), 3, APART)
+    story.step(1.0)
+    assert (story.state("again"), story.state("small")) == (WAITING, RUNNING)
+    assert story.stats.restore_capacity_waits == 0
+    story.rig.abort("busy")
+    match = story.connector.match
+    monkeypatch.setattr(
+        story.connector, "match", lambda name, *rest: STAGING if name == "again" else match(name, *rest)
+    )
+    story.step()
+    assert story.state("again") is RUNNING, "a connector that would rather wait is not asked"
+    monkeypatch.undo()
+    story.run()
+    story.verify_quiet()
+
+
+def test_r52_a_preemption_after_the_expiry_begins_anew(open_restores: Open) -> None:
+    story = open_refused(open_restores)
+    story.step(BOUND_S)
+    assert story.state("again") is RUNNING
+    story.preempt()
+    story.rig.abort("busy")
+    story.step()
+    assert story.state("again") is RESTORING
+    story.run()
+    assert len(story.warnings()) == 1
+    story.verify_quiet()
+
+
+def test_r52_restoring_and_preempting_end_after_as_many_attempts(open_restores: Open) -> None:
+    story = open_restores(max_attempts=3)
+    story.hold(HELD)
+    story.add("again", HELD)
+    for _ in range(3):
+        story.step()
+        assert story.state("again") is RESTORING
+        story.preempt()
+        story.land()
+    before = story.rig.computed_tokens
+    story.step()
+    assert story.state("again") is RUNNING
+    assert story.rig.computed_tokens - before == 64, "as much as a step takes"
+    assert len(story.warnings()) == 1
+    story.run()
+    story.verify_quiet()
+
+
+def test_r52_a_token_since_then_makes_the_next_attempts_fresh(open_restores: Open) -> None:
+    story = open_restores(max_attempts=2)
+    story.hold(HELD)
+    story.add("again", HELD, 12)
+    for _ in range(6):
+        story.step()
+        assert story.state("again") is RESTORING
+        story.land()
+        story.step()
+        story.preempt()
+    story.run()
+    assert story.warnings() == []
+    story.verify_quiet()
+
+
+# ---- settings and the clock ------------------------------------------------------------------------------------------
+
+
+def test_r69_a_bound_of_zero_recomputes_at_the_first_refusal(open_restores: Open) -> None:
+    story = open_restores(capacity_bound_s=0.0)
+    story.hold(HELD)
+    story.occupy(4)
+    story.add("again", HELD)
+    story.step()
+    assert (story.state("again"), len(story.warnings())) == (RUNNING, 1)
+    story.run()
+    story.verify_quiet()
+
+
+def test_r69_a_clock_that_goes_back_ends_no_wait_and_takes_nothing_off_one(open_restores: Open) -> None:
+    story = open_refused(open_restores)
+    story.step(30.0)
+    story.step(-10 * BOUND_S)
+    story.step(29.0)
+    assert (story.state("again"), story.warnings()) == (WAITING, [])
+    story.step(1.0)
+    assert (story.state("again"), len(story.warnings())) == (RUNNING, 1)
+    story.run()
+    story.verify_quiet()
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_r69_no_bound_is_negative_or_infinite(value: float) -> None:
+    with pytest.raises(ConfigError, match="capacity_bound_s"):
+        EngineRig(restore__capacity_bound_s=value)
