@@ -1,6 +1,6 @@
 # Every target makes .venv once and reuses it; a change of pyproject.toml installs again.
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check pytest soak bench bugs
+.PHONY: help venv demo test check pytest mutants soak bench bugs rules
 
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$python && break; done)
@@ -13,10 +13,12 @@ SOAK_SECONDS := 240
 
 help:
 	@echo 'make demo   chat sessions on a real model, their KV stored in host memory and on disk, and restored'
-	@echo 'make test   everything that must pass: check, then the tests'
+	@echo 'make test   everything that must pass: check, the tests, the mutants'
 	@echo 'make check  ruff, mypy, import-linter'
 	@echo 'make soak   faults, kills and random traffic for $(SOAK_SECONDS) s a test, half an hour at most'
 	@echo 'make bench  what storing, restoring and looking up cost, against memcpy, the bare device and SHA-256'
+	@echo 'make mutants  small faults, put into the code one at a time: each must make a test fail'
+	@echo 'make rules  what holds when requests wait, blocks are short and copies fail, with tests and mutants'
 	@echo 'make bugs   the public bug reports kvtier learns from, each with its tests'
 
 $(STAMP): pyproject.toml
@@ -39,10 +41,13 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: check pytest
+test: check pytest mutants
 
 pytest: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python -m pytest
+
+mutants: $(STAMP)
+	$(ONE_THREAD) $(BIN)/python -m tests.tools.mutants
 
 soak: $(STAMP)
 	$(ONE_THREAD) timeout 1800 $(BIN)/python -m pytest -m soak --soak-seconds $(SOAK_SECONDS) --timeout 900
@@ -57,4 +62,7 @@ bench: $(STAMP)
 	$(BIN)/kvtier bench lookup
 
 bugs: $(STAMP)
-	@$(BIN)/python tests/tools/bugs.py
+	@$(BIN)/python -m tests.tools.bugs
+
+rules: $(STAMP)
+	@$(BIN)/python -m tests.tools.rules

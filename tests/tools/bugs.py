@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
 import sys
 from collections import defaultdict
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.tools.collecting import ROOT, collect
+
 TABLE = ROOT / "docs" / "field-bugs.md"
 PARTS = {
     "disk": "the disk tier",
@@ -57,20 +55,11 @@ def read_rows(text: str) -> list[Row]:
     return rows
 
 
-def collect() -> CitedBugs:
-    """Collect the test suite without running it; exits with pytest's output when that fails."""
-    cited = CitedBugs()
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        code = pytest.main(["--collect-only", "--quiet", f"--rootdir={ROOT}", str(ROOT / "tests")], plugins=[cited])
-    if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-        sys.exit(f"{output.getvalue()}\nThe tests cannot be collected.")
-    return cited
-
-
 def main() -> None:
     rows = read_rows(TABLE.read_text())
-    tests = collect().tests
+    cited = CitedBugs()
+    collect(cited)
+    tests = cited.tests
     problems = [
         f"{bug} is cited by {', '.join(tests[bug])} but is no row" for bug in tests.keys() - {r.id for r in rows}
     ]
