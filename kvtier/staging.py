@@ -12,9 +12,10 @@ from functools import cache
 from kvtier.clock import Clock
 from kvtier.errors import ClosedError, IntegrityError
 from kvtier.keys import BlockDigest, make_key
+from kvtier.located import Located, Source, lease_held, locate
 from kvtier.pool import HostPool, Owner
 from kvtier.reasons import DropReason, MissReason
-from kvtier.stage import Located, ReadBudget, Source, Stage, StageRead, lease_held, locate, unasked_bytes
+from kvtier.stage import ReadBudget, Stage, StageRead, unasked_bytes
 from kvtier.tiers.base import ReadRequest
 from kvtier.tiers.host import HostTier
 
@@ -59,7 +60,7 @@ class Stager:
         self._lock = threading.Lock()
         self._reads: dict[tuple[bytes, BlockDigest], StageRead] = {}
         self._queue: deque[Stage] = deque()
-        self._budget = ReadBudget(max_inflight_bytes)
+        self._budget = ReadBudget(max_inflight_bytes, clock)
         self._num_reads = 0
         # How many blocks one stage may read: half the pool, so that one prompt never takes all of host memory.
         self._max_blocks_of: Callable[[int], int] = cache(lambda nbytes: pool.capacity_slots(nbytes) // 2)

@@ -17,12 +17,13 @@ from kvtier.config import MemorySnapshot, Settings
 from kvtier.errors import ClosedError, ConfigError, LayoutError, TierError
 from kvtier.executor import Executor
 from kvtier.keys import BlockDigest, Namespace
+from kvtier.located import Located
 from kvtier.lower import LowerTier, open_disk
 from kvtier.memory import Pinner, PoolMemory
 from kvtier.metrics import StatsSnapshot, StoreCounters
 from kvtier.pool import HostPool, Lease, Owner
 from kvtier.reasons import DropReason, MissReason
-from kvtier.stage import Located, Stage
+from kvtier.stage import Stage
 from kvtier.staging import Stager
 from kvtier.tickets import Ticket
 from kvtier.tiers.host import HostTier

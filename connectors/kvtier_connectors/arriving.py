@@ -11,9 +11,10 @@ from itertools import groupby
 
 from kvtier.clock import Clock
 from kvtier.keys import BlockDigest
+from kvtier.located import Located, Source
 from kvtier.reasons import MissReason
 from kvtier.restore import RestoreDecision, RestoreEpisode, RestorePhase, TierPart
-from kvtier.stage import Located, Source, Stage
+from kvtier.stage import Stage
 from kvtier.staging import Stager
 from kvtier.store import Space
 from kvtier_connectors.faults import CAUGHT

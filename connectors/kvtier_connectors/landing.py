@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -50,8 +51,15 @@ class Landed:
     is_void: bool
 
 
+MAX_JOBS = 128
+"""Jobs that the worker has at once: half of what its queue takes, the rest is for stores."""
+
+
 class LandingFlow:
-    """Owns the restores under way: their leases and the pins on their destinations. Engine's thread only."""
+    """Owns the restores under way: their leases and the pins on their destinations. Engine's thread only.
+
+    A landing begins whole, however long. The worker is given as much at a time as the bounds allow.
+    """
 
     def __init__(self, space: Space, pool: BlockPoolView, job_ids: Iterator[int], max_inflight_blocks: int) -> None:
         self._space = space
@@ -59,17 +67,14 @@ class LandingFlow:
         self._job_ids = job_ids
         self._max_inflight = max_inflight_blocks
         self._by_job: dict[int, Landing] = {}
-        self._planned: list[CopyJob] = []
+        self._queued: deque[CopyJob] = deque()
+        self._given: dict[int, int] = {}  # jobs that the worker has, and how many blocks each copies
+        self._num_given = 0
         self._num_copying = 0
 
     @property
     def num_copying(self) -> int:
         return self._num_copying
-
-    @property
-    def room(self) -> int:
-        """Blocks that may begin to land now."""
-        return max(0, self._max_inflight - self._num_copying)
 
     def knows_job(self, job_id: int) -> bool:
         return job_id in self._by_job
@@ -81,7 +86,7 @@ class LandingFlow:
 
         None, and nothing changed, if no block is held now.
         """
-        wanted = min(len(block_ids), len(digests), self.room)
+        wanted = min(len(block_ids), len(digests))
         space_digest = self._space.digest  # before the leases: a reset between the two voids them
         owner = self._space.owner(holder_name(request_id))
         try:
@@ -106,8 +111,18 @@ class LandingFlow:
         return landing
 
     def plan(self) -> list[CopyJob]:
-        jobs, self._planned = self._planned, []
+        """What the worker should have now, first come first: as much as the bounds leave, and one job in any case."""
+        jobs: list[CopyJob] = []
+        while self._queued and self._may_give(self._queued[0]):
+            job = self._queued.popleft()
+            self._given[job.job_id] = len(job.block_ids)
+            self._num_given += len(job.block_ids)
+            jobs.append(job)
         return jobs
+
+    def _may_give(self, job: CopyJob) -> bool:
+        has_room = len(self._given) < MAX_JOBS and self._num_given + len(job.block_ids) <= self._max_inflight
+        return has_room or not self._given
 
     def complete(self, result: CopyResult) -> Landed | None:
         """A job ended; what came of the landing once it was its last: the blocks up to the first without a verdict."""
@@ -115,6 +130,7 @@ class LandingFlow:
         part = landing.jobs[result.job_id]
         landing.copied[part] = result.verdicts(part.stop - part.start)
         landing.seconds += result.seconds
+        self._num_given -= self._given.pop(result.job_id, 0)
         del self._by_job[result.job_id], landing.jobs[result.job_id]
         if landing.jobs:
             return None
@@ -137,13 +153,15 @@ class LandingFlow:
 
     def take_unplanned(self) -> list[int]:
         """The jobs that no plan has named yet: nobody copies them, and now nobody will."""
-        return [job.job_id for job in self.plan()]
+        jobs, self._queued = self._queued, deque()
+        return [job.job_id for job in jobs]
 
     def close(self) -> int:
         """Let go of landings whose copies have not ended; returns their blocks, which stay pinned and leased."""
         num_stuck = self._num_copying
         self._by_job.clear()
-        self._num_copying = 0
+        self._given.clear()
+        self._num_copying = self._num_given = 0
         return num_stuck
 
     def check_integrity(self) -> None:
@@ -152,6 +170,8 @@ class LandingFlow:
             raise IntegrityError(
                 f"restores: {self._num_copying} blocks counted as landing, but their jobs say otherwise"
             )
+        if sum(self._given.values()) != self._num_given or not self._given.keys() <= self._by_job.keys():
+            raise IntegrityError(f"restores: {self._num_given} blocks counted as given to the worker, which are not")
 
     def _pin(self, landing: Landing) -> None:
         pinned: list[int] = []
@@ -173,4 +193,4 @@ class LandingFlow:
             offsets = tuple(lease.offset for lease in leases[part])
             landing.jobs[job_id] = part
             self._by_job[job_id] = landing
-            self._planned.append(CopyJob(job_id, CopyDirection.RESTORE, landing.block_ids[part], offsets))
+            self._queued.append(CopyJob(job_id, CopyDirection.RESTORE, landing.block_ids[part], offsets))

@@ -166,7 +166,7 @@ class RestoreSettings(_Subsystem):
     enabled: bool = True
     """Whether stored blocks are restored at all."""
     max_inflight_blocks: Annotated[int, Field(ge=1)] = 512
-    """Blocks that may be on their way from host memory to the GPU pool at once."""
+    """Blocks that the copying thread has at once on their way from host memory to the GPU pool."""
     max_wait_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
     """Seconds that a request waits at most for its blocks to come to host memory."""
     max_staging: Annotated[int, BeforeValidator(parse_size)] = 256 << 20

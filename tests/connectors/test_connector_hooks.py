@@ -23,9 +23,10 @@ from hypothesis import strategies as st
 
 from kvtier.config import Settings
 from kvtier.keys import BlockDigest, Namespace
+from kvtier.located import Located
 from kvtier.pool import Lease, Owner
 from kvtier.reasons import DropReason
-from kvtier.stage import Located, Stage
+from kvtier.stage import Stage
 from kvtier.store import Lookup, Space, Store
 from kvtier.tickets import Ticket
 from kvtier.tiers.reservation import Reservation

@@ -61,7 +61,7 @@ def test_the_depth_is_the_largest_of_the_three() -> None:
     assert due(OnEvict(2.5), pool, blocks, StepDemand(10, step_budget=1, waiting=4)) == [0, 1, 2, 3, 4]
 
 
-def test_the_rate_follows_what_is_allocated_and_dies_away() -> None:
+def test_r79_the_rate_follows_what_is_allocated_and_dies_away() -> None:
     pool, blocks, policy = QueueOnly(100), dirty_blocks(100), OnEvict(4.0)
     found = [len(due(policy, pool, blocks, StepDemand(5, 0, 0))) for _ in range(60)]
     assert found == sorted(found)

@@ -236,21 +236,34 @@ def test_when_the_store_cannot_forget_nothing_of_before_is_served(
     assert rig.scheduler.match("b", 0, 2).miss is not MissReason.RESTORE_OFF
 
 
-def test_the_bound_on_landing_blocks(open_rig: OpenRig) -> None:
+def test_the_worker_has_so_many_blocks_at_once_and_the_rest_follows(open_rig: OpenRig) -> None:
+    """No restore is cut short by the bound, however long it is."""
     rig = with_stored(open_rig, 4, num_blocks=12, restore__max_inflight_blocks=3)
-    rig.start("a", prompt(4))
-    blocks = rig.pool.allocate(4)
-    assert blocks is not None
-    assert rig.scheduler.match("a", 0, 4).num_blocks == 4
-    assert rig.scheduler.admit("a", 0, 4, blocks) == 3
-    assert rig.pins() == sorted(blocks[:3])
-    rig.start("b", prompt(4))
-    more = rig.pool.allocate(4)
-    assert more is not None
-    assert rig.scheduler.admit("b", 0, 4, more) == 0
-    assert rig.store.stats().misses["no_room"] == 4 + 1
+    for name in ("a", "b"):
+        rig.start(name, prompt(4))
+        blocks = rig.pool.allocate(4)
+        assert blocks is not None
+        assert rig.scheduler.admit(name, 0, 4, blocks) == 4
+    assert len(rig.pins()) == 8
+    assert [len(job.block_ids) for job in rig.plan().jobs] == [4], "one job in any case"
+    assert rig.plan().jobs == (), "the other waits for its end"
+    assert rig.copy_all() == [RestoreOutcome("a", 0, 4)]
+    assert len(rig.plan().jobs) == 1
+    assert rig.copy_all() == [RestoreOutcome("b", 0, 4)]
+    assert rig.stats.in_flight_blocks == 0
+    assert rig.pins() == []
+
+
+def test_what_waits_for_the_worker_ends_with_a_close(open_rig: OpenRig) -> None:
+    rig = with_stored(open_rig, 4, num_blocks=12, restore__max_inflight_blocks=3)
+    for name in ("a", "b"):
+        rig.start(name, prompt(4))
+        blocks = rig.pool.allocate(4)
+        assert blocks is not None
+        rig.scheduler.admit(name, 0, 4, blocks)
     rig.plan()
-    assert rig.copy_all() == [RestoreOutcome("a", 0, 3)]
+    rig.close()
+    assert rig.pins() == []
     assert rig.stats.in_flight_blocks == 0
 
 

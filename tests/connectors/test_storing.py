@@ -116,7 +116,7 @@ def test_off_stores_nothing_and_still_restores(open_rig: OpenRig) -> None:
 # ---- the order -------------------------------------------------------------------------------------------------------
 
 
-def test_ancestors_become_due_with_their_descendant_and_go_first(open_rig: OpenRig) -> None:
+def test_r79_ancestors_become_due_with_their_descendant_and_go_first(open_rig: OpenRig) -> None:
     rig = crowded(open_rig, 6)
     blocks = rig.compute("a", prompt(0, 4))
     rig.pool.release(blocks[2:])  # the tail alone is evictable: another request still shares the prefix
@@ -342,6 +342,18 @@ def test_r78_a_source_is_pinned_from_submission_until_the_copy_ended(open_rig: O
     rig.verify_stored(rig.digests["a"])
 
 
+def test_r78_what_is_reused_while_it_is_copied_is_not_stored(open_rig: OpenRig) -> None:
+    rig = open_rig(num_blocks=4)
+    blocks = rig.compute("a", prompt(0, 2))
+    rig.finish("a", blocks)
+    assert rig.plan(step_budget=4).in_flight == 2
+    rig.scheduler.plan_step(blocks[:1], StepDemand(1, 0, 0))
+    rig.copy_all()
+    assert rig.dropped == {DropReason.OVERTAKEN: 1, DropReason.ORPHAN: 1}
+    assert rig.held(rig.digests["a"]) == [False, False]
+    assert rig.pins() == []
+
+
 def test_nothing_is_findable_before_its_copy_ended(open_rig: OpenRig) -> None:
     rig = crowded(open_rig, 3)
     rig.finish("a", rig.compute("a", prompt(0, 2)))
@@ -390,7 +402,7 @@ def test_a_job_larger_than_one_copy_is_split(open_rig: OpenRig, monkeypatch: pyt
 
 @settings(max_examples=40)
 @given(st.data())
-def test_ledger_due_is_stored_dropped_and_pending_after_each_step(data: st.DataObject) -> None:
+def test_r79_due_is_stored_dropped_and_pending_after_each_step(data: st.DataObject) -> None:
     policy = data.draw(st.sampled_from(["on_evict", "write_through", "off"]))
     rig = ConnectorRig(
         num_blocks=data.draw(st.integers(2, 8)),

@@ -812,6 +812,7 @@ def test_where_nothing_comes_back_even_beyond_the_second_bound_stages_end_at_onc
     harness.store(7)
     hang(harness, 0, 1)
     assert (len(harness.jobs), harness.stager.inflight_bytes) == (2, 2 * PAGE_BYTES)
+    harness.clock.advance(1.0)
     ends = harness.ends
     stage = harness.begin(7, 3) if harness.held(7) == [True] else None
     assert stage is not None
@@ -822,6 +823,21 @@ def test_where_nothing_comes_back_even_beyond_the_second_bound_stages_end_at_onc
     assert not again.done
     harness.run_all()
     assert (again.done, again.miss) == (True, None)
+    harness.close()
+
+
+def test_a_tier_that_is_only_slow_is_waited_for_even_beyond_the_second_bound() -> None:
+    harness = Harness(16, max_inflight=1)
+    harness.tier.put(*range(6))
+    hang(harness, 0, 1)
+    harness.clock.advance(0.9)
+    stage = harness.begin(3)
+    assert (stage.done, len(harness.jobs)) == (False, 2), "nothing more is begun, and nobody is sent away"
+    harness.run()  # one comes back
+    harness.clock.advance(0.9)
+    assert not stage.poll()
+    harness.run_all()
+    assert (stage.done, stage.num_end, stage.miss) == (True, 1, None)
     harness.close()
 
 

@@ -167,7 +167,7 @@ def test_r72_a_landing_that_failed_for_good_is_over_within_a_step(open_restores:
 def test_r72_a_landing_whose_end_nobody_tells_is_given_up_when_its_budget_is_used(
     open_restores: Open, on_failure: str
 ) -> None:
-    story = open_landing(open_restores, num_blocks=16, on_failure=on_failure)
+    story = open_landing(open_restores, num_blocks=16, on_failure=on_failure, episode_budget_s=10.0)
     blocks = pinned(story)
     assert story.step(9.9).next_deadline == pytest.approx(1010.0)
     assert (story.state("again"), story.warnings()) == (RESTORING, [])
@@ -362,6 +362,19 @@ def test_r82_who_expired_and_who_was_recomputed_is_counted(open_restores: Open) 
     assert (status.capacity_waits, status.capacity_expired, status.capacity_waiters) == (1, 1, 0)
     assert (status.fallback_blocks, status.fallback_tokens) == (4, 64)
     story.run()
+
+
+def test_r82_a_prompt_is_done_only_after_its_forward(open_restores: Open) -> None:
+    def fail(_batch: Sequence[BatchItem]) -> None:
+        raise RuntimeError("device lost")
+
+    story = open_restores()
+    story.rig.runner.fail = fail
+    story.add("new", prompt(2, 500))
+    story.step()
+    assert story.rig.finished["new"].finish_reason is FinishReason.ERROR
+    assert len(story.recorder.log("prefill of new begins", logging.INFO)) == 1
+    assert story.recorder.log("prefill of new is done", logging.INFO) == []
 
 
 def test_r82_the_heartbeat_tells_a_wait_from_work_and_from_rest(open_restores: Open) -> None:

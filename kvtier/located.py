@@ -1,0 +1,111 @@
+"""Where a prompt's blocks are: which tier holds each, as far as any does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvtier.executor import Executor
+from kvtier.index import BlockState
+from kvtier.keys import BlockDigest, make_key
+from kvtier.pool import Owner
+from kvtier.tiers.base import Tier
+from kvtier.tiers.host import HostTier
+
+__all__ = ["Located", "Source", "lease_held", "locate"]
+
+FIRST_LOOK = 64
+"""Blocks asked for first; each next time four times as many, so that a prompt of which nothing is here costs little."""
+
+
+class Source(Protocol):
+    """A lower tier as staging needs it: the tier, its threads, and whether it can be asked now."""
+
+    @property
+    def tier(self) -> Tier: ...
+
+    @property
+    def executor(self) -> Executor: ...
+
+    @property
+    def is_available(self) -> bool:
+        """Pure and quick: the engine's thread asks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Where the leading blocks of a prompt were when it was looked up: what a stage can begin with.
+
+    sources: for each the lower tier to read it from, or None: it is in host memory, or somebody copies it there.
+    num_host: leading blocks that were in host memory.
+    """
+
+    digests: Sequence[BlockDigest]
+    sources: Sequence[Source | None]
+    num_host: int
+
+    def first(self, count: int) -> Located:
+        return Located(self.digests[:count], self.sources[:count], min(self.num_host, count))
+
+
+def locate(
+    host: HostTier,
+    lower: Sequence[Source],
+    namespace: bytes,
+    digests: Sequence[BlockDigest],
+    max_reads: int,
+    max_leased: int | None = None,
+) -> Located:
+    """The leading blocks that some tier holds. Ends before more than `max_reads` would have to be read, and where any
+    is, behind `max_leased` blocks."""
+    num_host = host.committed_run(namespace, digests)
+    found: list[Source | None] = [None] * num_host
+    step, num_reads, num_gone, is_full = FIRST_LOOK, 0, 0, False
+    while not (is_full or num_gone) and (asked := digests[len(found) : len(found) + step]):
+        here = _locate(host, lower, namespace, asked)
+        for source in here:
+            num_reads += source is not None
+            is_over = max_leased is not None and len(found) >= max_leased
+            is_full = num_reads > max_reads or (num_reads > 0 and is_over)
+            if is_full:
+                break
+            found.append(source)
+        num_gone = len(asked) - len(here)
+        step *= 4
+    return Located(digests[: len(found)], found, num_host)
+
+
+def _locate(
+    host: HostTier, lower: Sequence[Source], namespace: bytes, digests: Sequence[BlockDigest]
+) -> list[Source | None]:
+    states = host.states(namespace, digests)
+    missing = [index for index, state in enumerate(states) if state is not BlockState.COMMITTED]
+    holders: dict[int, Source] = {}
+    for source in lower:
+        unclaimed = [index for index in missing if index not in holders]
+        if not unclaimed or not source.is_available:
+            continue
+        held = source.tier.contains([make_key(namespace, digests[index]) for index in unclaimed])
+        holders |= {index: source for index, is_held in zip(unclaimed, held, strict=True) if is_held}
+    gaps = (index for index in missing if states[index] is None and index not in holders)
+    return [holders.get(index) for index in range(next(gaps, len(digests)))]
+
+
+def lease_held(
+    host: HostTier,
+    namespace: bytes,
+    digests: Sequence[BlockDigest],
+    sources: Sequence[Source | None],
+    owner: Owner,
+) -> tuple[int, int]:
+    """Lease what host memory holds of blocks that were located: how many leading ones it does, and how many blocks
+    there are to be had: fewer than were located where one was evicted since."""
+    num_leading = next(index for index, source in enumerate(sources) if source is not None)
+    num_held = len(host.lease_run(namespace, digests[:num_leading], owner))
+    rest = [index for index in range(num_held, len(sources)) if sources[index] is None]
+    held = host.lease_blocks([(namespace, digests[index]) for index in rest], owner)
+    gone = [index for index, block in zip(rest, held, strict=True) if block is None]
+    states = host.states(namespace, [digests[index] for index in gone])
+    evicted = (index for index, state in zip(gone, states, strict=True) if state is None)
+    return num_held, next(evicted, len(sources))
