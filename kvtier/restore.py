@@ -106,10 +106,13 @@ class RestoreDecision:
     def again(self, episode: RestoreEpisode, query: RestoreQuery) -> RestoreEpisode:
         """The request was preempted: a fresh episode, as from `begin`, in place of its last one, which ends.
 
-        Without a token since that one began, its attempts count on, so that restoring and preempting ends.
+        Without a token since that one began, its attempts count on, so that restoring and preempting ends; but for the
+        one under way, where it has not come to a copy: the request lost what it had before it was admitted.
         """
+        is_under_way = episode.phase in (RestorePhase.LOOKING, RestorePhase.STAGING, RestorePhase.READY)
         self.end(episode)
-        return self._begin(query, 0 if query.num_tokens > episode.num_tokens else episode.attempts)
+        attempts = episode.attempts - is_under_way
+        return self._begin(query, 0 if query.num_tokens > episode.num_tokens else attempts)
 
     def answered(self, episode: RestoreEpisode, parts: Sequence[TierPart]) -> RestorePhase:
         """A lookup, or its refresh, found the leading blocks of these tiers, none or more, from `position` on.

@@ -521,10 +521,13 @@ def test_r52_restoring_and_preempting_without_a_token_ends(open_disk: OpenDisk) 
     rig.start("a", prompt(2), num_tokens=9)
     rig.disk_jobs.run_all()
     rig.poll()
-    for _ in range(2):
-        rig.scheduler.requeue_request("a", 0, 9)
+    for _ in range(3):
         assert rig.scheduler.match("a", 0, 2).num_blocks == 2
-    rig.scheduler.requeue_request("a", 0, 9)
+        assert rig.admit("a", 2) == 2
+        rig.plan()
+        rig.copy_all()
+        rig.pool.release(rig.blocks.pop("a"))
+        rig.scheduler.requeue_request("a", 0, 9)
     assert rig.scheduler.match("a", 0, 2) == Match(0, MissReason.BUDGET)
     rig.scheduler.requeue_request("a", 0, 10)
     assert rig.scheduler.match("a", 0, 2).num_blocks == 2, "a token came"

@@ -250,7 +250,7 @@ def test_a_result_without_a_verdict_for_a_block_stores_nothing_of_it(open_rig: O
     assert rig.dropped == {DropReason.COPY_FAILED: 1}
 
 
-def test_dropped_when_every_slot_is_leased(open_rig: OpenRig) -> None:
+def test_r79_dropped_when_every_slot_is_leased(open_rig: OpenRig) -> None:
     rig = open_rig(num_blocks=4, host_blocks=2)
     rig.finish("a", rig.compute("a", prompt(0, 2)))
     rig.store_all()
