@@ -160,6 +160,8 @@ def run_child(root: Path, mutants: Sequence[Mutant], is_mutated: bool, folder: P
         os.dup2(output.fileno(), 2)
     os.chdir(root)
     os.environ["HYPOTHESIS_PROFILE"] = PROFILE
+    sys.pycache_prefix = str(folder.parent / "compiled")  # what one run compiled the next need not, whatever is set
+    sys.dont_write_bytecode = False
     mutated = None
     if is_mutated:
         path = root / mutants[0].file
@@ -182,5 +184,6 @@ def options(root: Path, folder: Path, timeout_s: float) -> list[str]:
         "--hypothesis-seed=0",
         "--quiet",
         "-pno:cacheprovider",
+        "-pno:anyio",  # of no use here, and slow to import
         "-Wignore::pytest.PytestAssertRewriteWarning",
     ]

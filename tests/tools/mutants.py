@@ -29,7 +29,16 @@ from tests.tools.mutant_run import PROFILE, Report, matches, run_child
 from tests.tools.rules import rules_of
 
 NUM_WORKERS = 2
-SLOW_IMPORTS = ("hypothesis.stateful", "numpy", "torch", "pydantic", "prometheus_client", "lz4.frame", "xxhash")
+SLOW_IMPORTS = (
+    "hypothesis.stateful",
+    "numpy",
+    "torch",
+    "pydantic.main",
+    "pydantic.config",
+    "prometheus_client",
+    "lz4.frame",
+    "xxhash",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tools.mutant_list import MUTANTS, Mutant
+from tests.tools.mutant_list import GUARDS, MUTANTS, Mutant
 from tests.tools.rules import TABLE, NamedRules, find_problems, read_rules, rules_of
 
 RULES = {1: "one holds", 2: "two hold"}
@@ -56,6 +56,11 @@ def test_what_is_missing_is_named() -> None:
         "R2 has no test",
     ]
     assert find_problems(RULES, TESTS, [mutant(1)], {2: ""}) == ["R2 has no mutant, and no reason is given"]
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+def test_each_guard_has_a_mutant_of_its_name(guard: str) -> None:
+    assert any(mutant.name.startswith(f"{guard}: ") for mutant in MUTANTS)
 
 
 def test_what_is_out_of_date_is_named() -> None:

@@ -1,0 +1,37 @@
+"""From the tiers to host memory; the rules speak of it where requests wait for it."""
+
+from __future__ import annotations
+
+from tests.tools.mutation import Mutant
+
+STAGE = "kvtier/stage.py"
+STAGING = "kvtier/staging.py"
+
+STAGING_TESTS = "tests/core/test_staging.py"
+
+MUTANTS: list[Mutant] = [
+    Mutant(
+        name="a stage has no deadline",
+        rules=(),
+        file=STAGE,
+        old="if not self._begun_at <= now < self._deadline:",
+        new="if not self._begun_at <= now:",
+        tests=(f"{STAGING_TESTS}::test_at_its_deadline_*",),
+    ),
+    Mutant(
+        name="a block behind a failed one counts",
+        rules=(),
+        file=STAGE,
+        old="self._end, self._miss = index, read.failure",
+        new="self._miss = read.failure",
+        tests=(f"{STAGING_TESTS}::test_a_block_that_fails_*",),
+    ),
+    Mutant(
+        name="each stage reads for itself",
+        rules=(),
+        file=STAGING,
+        old="            if under_way is not None:\n",
+        new="            if False:\n",
+        tests=(f"{STAGING_TESTS}::test_stages_share_a_read_*",),
+    ),
+]
