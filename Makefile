@@ -16,7 +16,7 @@ help:
 	@echo 'make test   everything that must pass: check, the tests, the mutants'
 	@echo 'make check  ruff, mypy, import-linter'
 	@echo 'make soak   faults, kills and random traffic for $(SOAK_SECONDS) s a test, half an hour at most'
-	@echo 'make bench  what storing, restoring and looking up cost, against memcpy, the bare device and SHA-256'
+	@echo 'make bench  what storing, restoring, looking up and a step cost; agents under pressure, restore or recompute'
 	@echo 'make mutants  small faults, put into the code one at a time: each must make a test fail'
 	@echo 'make rules  what holds when requests wait, blocks are short and copies fail, with tests and mutants'
 	@echo 'make bugs   the public bug reports kvtier learns from, each with its tests'
@@ -60,6 +60,9 @@ bench: $(STAMP)
 	$(BIN)/kvtier bench codecs
 	$(BIN)/kvtier bench faults --tier disk
 	$(BIN)/kvtier bench lookup
+	$(BIN)/python -m benchmarks.scheduler_step
+	$(BIN)/python -m benchmarks.agents_under_pressure
+	$(BIN)/python -m benchmarks.restore_or_recompute
 
 bugs: $(STAMP)
 	@$(BIN)/python -m tests.tools.bugs

@@ -199,7 +199,13 @@ def parse() -> tuple[Inputs, argparse.Namespace]:
     arguments = parser.parse_args()
     if arguments.grid and arguments.without:
         parser.error("--grid is for the engine with all its guards")
-    return Inputs(**{item.name: getattr(arguments, item.name) for item in fields(Inputs)}), arguments
+    inputs = Inputs(**{item.name: getattr(arguments, item.name) for item in fields(Inputs)})
+    for item in fields(Inputs):
+        if item.name != "seed" and getattr(inputs, item.name) <= 0:
+            parser.error(f"--{item.name.replace('_', '-')} must be above 0, not {getattr(inputs, item.name)}")
+    if not Load.of(inputs).holds_one:
+        parser.error(f"--pool-blocks {inputs.pool_blocks} hold not one context of {inputs.max_model_len} tokens")
+    return inputs, arguments
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ than 5 % worse than the better fixed policy, in mean and in 99th percentile; whe
 better in both. Figures are medians of the seeds, which draw the clients' pauses. The exit status is 1 when a bar is
 missed.
 
-    python benchmarks/restore_or_recompute.py [--json] [--calibrate] [--seeds 3]
+    python -m benchmarks.restore_or_recompute [--json] [--calibrate] [--seeds 3]
 """
 
 from __future__ import annotations
@@ -288,9 +288,12 @@ def main() -> None:
     parser.add_argument("--calibrate", action="store_true", help="only the calibrated machine")
     parser.add_argument("--seeds", type=int, default=3, help="runs a figure")
     arguments = parser.parse_args()
+    if arguments.seeds < 1:
+        parser.error(f"--seeds must be at least 1, not {arguments.seeds}")
     logging.disable(logging.WARNING)
     missed = 0
     if not arguments.json:
+        print("limit: what was published, for the two fixed policies; the better of these, for the others")
         print(f"{'figure':28}{'machine':28}{'value':>10}{'limit':>10}{'ratio':>8}")
     for row in measure(arguments.seeds, only_calibration=arguments.calibrate):
         figure = row.figure

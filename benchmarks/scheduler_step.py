@@ -5,7 +5,7 @@ model itself costs nothing): one request decodes, a number of *waiting* requests
 slots are free, and a number of restores are *active*: their blocks are on their way from a disk that does not answer.
 Each figure is a step's time beside that of another number of requests, measured in turn in the same process.
 
-    python benchmarks/scheduler_step.py [--json] [--runs 9]
+    python -m benchmarks.scheduler_step [--json] [--runs 9]
 """
 
 from __future__ import annotations
@@ -110,7 +110,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--runs", type=int, default=9, help="pairs of measurements a figure, at most 15")
     arguments = parser.parse_args()
-    logging.disable(logging.INFO)
+    if not 1 <= arguments.runs <= 15:
+        parser.error(f"--runs must be from 1 to 15, not {arguments.runs}")
+    logging.disable(logging.WARNING)
     figures = [
         measure("step.waiting_500", (500, 1), (1, 1), arguments.runs),
         measure("step.waiting_10000", (10_000, 1), (500, 1), arguments.runs),

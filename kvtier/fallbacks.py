@@ -20,11 +20,11 @@ LINES_PERIOD_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """A request computes what it had hoped to restore.
+    """A request computes what it had hoped to restore, or fails for want of it.
 
     tier: the tiers that it was to come from; `any` where none had answered yet, `host` for the copy to the GPU.
     num_blocks, num_tokens: what is computed instead. waited_s, limit_s: what it waited, and might have, in the
-    wait that ended it.
+    wait that ended it. is_fatal: the engine ends the request (`restore.on_failure`).
     """
 
     request_id: str
@@ -34,6 +34,7 @@ class Fallback:
     waited_s: float
     limit_s: float
     reason: MissReason
+    is_fatal: bool = False
 
 
 class FallbackLog:
@@ -65,11 +66,11 @@ class FallbackLog:
             self.num_held_back += 1
             return
         logger.warning(
-            "request %s: %d blocks, %d tokens, are recomputed: not restored from tier %s (%s), waited %.3f s, "
-            "limit %.3f s%s",
+            "request %s: %d blocks, %d tokens, %s: not restored from tier %s (%s), waited %.3f s, limit %.3f s%s",
             fallback.request_id,
             fallback.num_blocks,
             fallback.num_tokens,
+            "are lost, and the request fails" if fallback.is_fatal else "are recomputed",
             fallback.tier,
             fallback.reason.value,
             fallback.waited_s,

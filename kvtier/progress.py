@@ -127,6 +127,17 @@ class RestoreProgress:
         episode.must_fail = is_failure and self._settings.on_failure == "fail"
         self.rest(episode, 0 if episode.must_fail else num_blocks)
 
+    def end_if_lost(self, episode: RestoreEpisode, num_held: int) -> bool:
+        """After a failed read or copy, less is held than had failed: whether that is the end of the request."""
+        cause = episode.cause
+        if self._settings.on_failure != "fail" or cause is None or cause.reason not in FAILURES:
+            return False
+        episode.must_fail = num_held < episode.num_missing
+        if episode.must_fail:
+            episode.miss = cause.reason
+            self.rest(episode, 0)
+        return episode.must_fail
+
     def enter(self, episode: RestoreEpisode, phase: RestorePhase, limit_s: float = inf) -> None:
         self.leave(episode)
         episode.enter(phase, self._clock.now(), limit_s, self._budget_s(phase))
@@ -161,6 +172,7 @@ class RestoreProgress:
                 cause.waited_s,
                 cause.limit_s,
                 cause.reason,
+                episode.must_fail,
             )
         )
 

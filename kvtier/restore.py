@@ -333,6 +333,8 @@ class RestoreDecision:
         parts = clip(found, episode.max_blocks, is_host_only=not episode.max_wait_s)
         num_held = num_blocks_of(parts)
         episode.answered_at = Stopwatch(self._clock.now())
+        if self._progress.end_if_lost(episode, num_held):
+            return episode.phase
         choice = self._costs.choose(episode.position, parts, episode, self._progress.most_s(episode))
         num_blocks = choice.num_blocks
         self._progress.go_for(episode, num_blocks)

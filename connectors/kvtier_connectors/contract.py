@@ -317,8 +317,8 @@ class ConnectorScheduler(ABC):
     def match(self, request_id: str, num_local_blocks: int, max_blocks: int) -> Match:
         """How many of blocks `num_local_blocks ..`, at most `max_blocks`, could be restored.
 
-        Pure: may be asked at every step; counts and touches nothing, and costs nothing while it is staging. The engine
-        leaves at least one token to compute.
+        May be asked at every step: nothing that an engine can see changes by it, nothing is counted, and it costs
+        nothing while it is staging. The engine leaves at least one token to compute.
         """
 
     @abstractmethod

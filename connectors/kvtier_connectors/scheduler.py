@@ -298,6 +298,13 @@ class KVTierScheduler(ConnectorScheduler):
         is_store = self._stores.knows_job(result.job_id)
         is_known = is_store or self._restores.landings.knows_job(result.job_id)
         if not is_known or not self._ranks.can_take(result):
+            if not self._num_stale:
+                logger.warning(
+                    "the result of copy job %r, rank %r, is ignored: the job is unknown or over, or the rank has told "
+                    "it (later ones are only counted)",
+                    result.job_id,
+                    result.rank,
+                )
             self._num_stale += 1
             return []
         joined = self._ranks.take(result)

@@ -206,7 +206,8 @@ class Heartbeat:
         return not flutters or elapsed >= FLUTTER_S
 
     def _log(self, step: StepCounts, elapsed: float) -> None:
-        logger.info(
+        logger.log(
+            logging.WARNING if self._state is EngineState.STALLED else logging.INFO,
             "engine is %s: %d unfinished, %d running, %d waiting, %d of them staging; since the last line %d steps, "
             "%d with the model, %d tokens, %.1f s",
             self._state.value,

@@ -179,7 +179,9 @@ def test_r74_the_newer_may_end_first(open_rig: OpenRig) -> None:
 
 
 @pytest.mark.bug("CR01", "LK07")
-def test_r73_results_twice_late_or_from_nowhere_are_counted_and_ignored(open_rig: OpenRig) -> None:
+def test_r73_results_twice_late_or_from_nowhere_are_counted_and_ignored(
+    open_rig: OpenRig, caplog: pytest.LogCaptureFixture
+) -> None:
     rig = with_stored(open_rig, 2)
     begin(rig, "a", 2)
     (job,) = restore_jobs(rig)
@@ -188,6 +190,7 @@ def test_r73_results_twice_late_or_from_nowhere_are_counted_and_ignored(open_rig
     assert rig.collect([result, CopyResult(999, (True,))]) == []
     assert rig.stats.stale_results == 3
     assert rig.stats.landed_blocks == 2
+    assert [record.getMessage().count("is ignored") for record in caplog.records] == [1], "one line for all"
 
 
 @pytest.mark.bug("WR23")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.executor import ThreadExecutor
+from kvtier.testing.files import Fault
 from kvtier_connectors.contract import KVOptions
 from kvtier_engine.request import FinishReason, RequestState
 from kvtier_engine.testing.disk import DiskRig, disk_rigs
@@ -212,4 +213,21 @@ def test_outcomes_of_a_flush_reach_a_request_that_was_aborted_meanwhile(open_dis
     rig.add("a", prompt(5, 900))
     rig.run()
     assert rig.finished["a"].restored_tokens == 0
+    rig.verify_quiet()
+
+
+@pytest.mark.parametrize("fault", [Fault.READ_ERROR, Fault.FLIP_ON_READ])
+def test_r72_what_a_disk_cannot_give_back_ends_the_request_where_that_is_asked_for(
+    open_disk: OpenDisk, fault: Fault, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The disk forgets a block that it could not read, so the next lookup finds less: that is no success."""
+    rig = open_disk(restore__on_failure="fail")
+    rig.files.inject(fault)
+    rig.add("a", prompt(17))
+    rig.run()
+    assert rig.finished["a"].finish_reason is FinishReason.ERROR
+    assert "could not be restored" in str(rig.finished["a"].error)
+    (warning,) = [record.getMessage() for record in caplog.records if "not restored from" in record.getMessage()]
+    assert "the request fails" in warning
+    rig.files.heal()
     rig.verify_quiet()

@@ -30,7 +30,7 @@ CHAINS_A_FLUSH = 4
 
 def command_of(**task: object) -> list[str]:
     """What to start."""
-    return [sys.executable, "-m", "kvtier_connectors.bench.dying", json.dumps(task)]
+    return [sys.executable, "-P", "-m", "kvtier_connectors.bench.dying", json.dumps(task)]
 
 
 def key_of(number: int) -> Key:
