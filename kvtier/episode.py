@@ -205,6 +205,15 @@ class RestoreEpisode:
     is_unwanted: bool = False
     """Its stage takes longer than it is worth."""
 
+    def follow(self, before: RestoreEpisode, num_lost: int) -> None:
+        """It goes on with another's wait, from so many blocks before: what that used up, and what it failed at and did
+        not tell, is this one's."""
+        self.refused, self.waited_s, self.active_s = before.refused, before.waited_s, before.active_s
+        self.is_told = before.is_told
+        if before.cause is not None:
+            self.cause, before.cause = before.cause, None
+            self.wanted = max(0, before.num_missing + num_lost)
+
     def enter(self, phase: RestorePhase, now: float, limit_s: float, budget_s: float) -> None:
         """A phase begins; the last one was left. limit_s: of LOOKING and STAGING, of which it has `waited_s` behind it;
         budget_s: of all phases that wait."""

@@ -7,7 +7,7 @@ from math import inf
 from kvtier.choice import RestoreCosts
 from kvtier.clock import Clock
 from kvtier.config import RestoreSettings
-from kvtier.episode import ACTIVE, Cause, RestoreEpisode, RestorePhase
+from kvtier.episode import ACTIVE, Cause, RestoreEpisode, RestorePhase, RestoreQuery
 from kvtier.fallbacks import Fallback, FallbackLog
 from kvtier.metrics import RestoreTally
 from kvtier.reasons import MissReason
@@ -51,6 +51,31 @@ class RestoreProgress:
         self._waits = waits
         self._fallbacks = fallbacks
         self.tally = RestoreTally()
+
+    def begin(self, query: RestoreQuery, attempts: int = 0, before: RestoreEpisode | None = None) -> RestoreEpisode:
+        """LOOKING, or OVER where there is nothing to restore. before: the one that it goes on with, which is over."""
+        settings = self._settings
+        most = query.max_blocks if query.max_tokens is None else query.max_tokens // self._block_tokens
+        episode = RestoreEpisode(
+            query.request_id,
+            max(0, query.position),
+            query.num_tokens,
+            max_blocks=max(0, min(most, query.max_blocks)),
+            max_wait_s=settings.max_wait_s if query.max_wait_s is None else query.max_wait_s,
+            is_limited=most < query.max_blocks,
+            attempts=attempts,
+        )
+        if before is not None:
+            episode.follow(before, (before.position - episode.position) // self._block_tokens)
+        if not (settings.enabled and query.may_restore):
+            episode.miss = MissReason.RESTORE_OFF
+        elif not episode.max_blocks:
+            episode.miss = MissReason.LIMIT if episode.is_limited else None
+        elif attempts < settings.max_attempts:
+            self.look(episode)
+        else:
+            self.give_up(episode, MissReason.BUDGET)
+        return episode
 
     def go_for(self, episode: RestoreEpisode, num_blocks: int) -> None:
         episode.num_blocks = episode.goal = num_blocks

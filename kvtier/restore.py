@@ -101,7 +101,7 @@ class RestoreDecision:
 
     def begin(self, query: RestoreQuery) -> RestoreEpisode:
         """A request arrived. LOOKING: ask the tiers, and tell `answered`. OVER: there is nothing to restore."""
-        return self._begin(query, 0)
+        return self._progress.begin(query)
 
     def again(self, episode: RestoreEpisode, query: RestoreQuery) -> RestoreEpisode:
         """The request was preempted: a fresh episode, as from `begin`, in place of its last one, which ends.
@@ -112,7 +112,17 @@ class RestoreDecision:
         is_under_way = episode.phase in (RestorePhase.LOOKING, RestorePhase.STAGING, RestorePhase.READY)
         self.end(episode)
         attempts = episode.attempts - is_under_way
-        return self._begin(query, 0 if query.num_tokens > episode.num_tokens else attempts)
+        return self._progress.begin(query, 0 if query.num_tokens > episode.num_tokens else attempts)
+
+    def look_again(self, episode: RestoreEpisode, query: RestoreQuery) -> RestoreEpisode:
+        """The engine lost leading blocks before the request was admitted: an episode from there, in place of its last.
+
+        That goes on in it, with all that it has waited, for GPU blocks too, since its first refusal; what it failed at
+        is told once, by this one. Its attempt under way has not come to a copy, and is not counted.
+        """
+        attempts = episode.attempts - (episode.phase in (*SEARCHING, RestorePhase.READY))
+        self._progress.over(episode, "lost blocks that the engine had", is_final=False)
+        return self._progress.begin(query, attempts, episode)
 
     def answered(self, episode: RestoreEpisode, parts: Sequence[TierPart]) -> RestorePhase:
         """A lookup, or its refresh, found the leading blocks of these tiers, none or more, from `position` on.
@@ -238,6 +248,10 @@ class RestoreDecision:
         self._progress.rest(episode, 0)
         return False
 
+    def refused_until(self, episode: RestoreEpisode) -> float | None:
+        """When its wait for GPU blocks ends at the next refusal, by the clock as it is now; None before the first."""
+        return self._waits.deadline(episode)
+
     def landing(self, episode: RestoreEpisode, num_blocks: int, *, position: int | None = None) -> None:
         """Copies of so many leading blocks began, at whatever age. Their end is told to `landed`.
 
@@ -306,28 +320,6 @@ class RestoreDecision:
         )
 
     # ---- inside ------------------------------------------------------------------------------------------------------
-
-    def _begin(self, query: RestoreQuery, attempts: int) -> RestoreEpisode:
-        settings = self._settings
-        most = query.max_blocks if query.max_tokens is None else query.max_tokens // self._block_tokens
-        episode = RestoreEpisode(
-            query.request_id,
-            max(0, query.position),
-            query.num_tokens,
-            max_blocks=max(0, min(most, query.max_blocks)),
-            max_wait_s=settings.max_wait_s if query.max_wait_s is None else query.max_wait_s,
-            is_limited=most < query.max_blocks,
-            attempts=attempts,
-        )
-        if not (settings.enabled and query.may_restore):
-            episode.miss = MissReason.RESTORE_OFF
-        elif not episode.max_blocks:
-            episode.miss = MissReason.LIMIT if episode.is_limited else None
-        elif attempts < settings.max_attempts:
-            self._progress.look(episode)
-        else:
-            self._progress.give_up(episode, MissReason.BUDGET)
-        return episode
 
     def _decide(self, episode: RestoreEpisode, found: Sequence[TierPart]) -> RestorePhase:
         parts = clip(found, episode.max_blocks, is_host_only=not episode.max_wait_s)

@@ -48,6 +48,13 @@ class CapacityWaits:
             self.num_started += 1
         return episode.refused.has_reached(now, self._bound_s)
 
+    def deadline(self, episode: RestoreEpisode) -> float | None:
+        """When it will have waited for as long as it may, however the clock went; None before the first refusal."""
+        if episode.refused is None:
+            return None
+        episode.refused.read(self._clock.now())
+        return episode.refused.when(self._bound_s)
+
     def end(self, episode: RestoreEpisode, words: str) -> float:
         """It waits no more, and why, for the log: seconds since the first refusal; 0.0 without one. Idempotent."""
         num_lines = self._num_lines.pop(episode, 0)

@@ -18,6 +18,7 @@ from kvtier.stage import Stage
 from kvtier.staging import Stager
 from kvtier.store import Space
 from kvtier_connectors.faults import CAUGHT
+from kvtier_connectors.hooks import hook
 
 __all__ = ["HOST", "MAX_ACTIVE", "Arrival", "ArrivalFlow"]
 
@@ -80,7 +81,7 @@ class ArrivalFlow:
 
     Mutable state: `_new` (to be looked up at the next poll), `_running`, `_pending` and `_resting` (that wait for their
     admission without leases), which are apart; `_leased`, each block once for every stage that is not closed; `_timers`
-    of the pending.
+    of the pending, and `_seen_at`, when they were last looked at.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class ArrivalFlow:
         self._leased: Counter[BlockDigest] = Counter()
         self._timers: list[tuple[float, int, Arrival]] = []
         self._serials = itertools.count()
+        self._seen_at = clock.now()
         self._is_full = False  # the first of the pending was refused, and nothing has ended since
 
     @property
@@ -127,8 +129,11 @@ class ArrivalFlow:
         ended = [arrival for arrival in list(self._new) if self._has_ended(arrival)]
         # The last first: one that is given up lets the next be read, which would be in vain if that is given up too.
         ended += reversed([arrival for arrival in reversed(list(self._running)) if self._has_ended(arrival)])
-        others = itertools.chain(self._overdue(), self._refreshed(), self._next_turns())
-        ended += [arrival for arrival in others if self._has_ended(arrival)]
+        for others in (self._overdue(), self._refreshed(), self._next_turns()):
+            try:
+                ended.extend(arrival for arrival in others if self._has_ended(arrival))
+            except CAUGHT as error:
+                self._report("stage", error)
         return ended
 
     def next_deadline(self) -> float | None:
@@ -167,9 +172,14 @@ class ArrivalFlow:
     # ---- one request ---------------------------------------------------------------------------------------------
 
     def _has_ended(self, arrival: Arrival) -> bool:
-        """Take it as far as it goes now; whether it waits no more."""
+        """Take it as far as it goes now; whether it waits no more. What it raises is no other's."""
         self._new.pop(arrival, None)
-        self._drive(arrival)
+        try:
+            self._drive(arrival)
+        except CAUGHT as error:  # even its end failed
+            self._report("stage", error)
+            if arrival.is_waiting and arrival not in self._running and arrival not in self._pending:
+                self._new[arrival] = None
         return not arrival.is_waiting
 
     def _drive(self, arrival: Arrival) -> None:
@@ -282,11 +292,12 @@ class ArrivalFlow:
         self._end_stage(arrival)
         return True
 
+    @hook(lambda: None)
     def _observe_first(self) -> None:
         """While nobody knows how fast its tiers are, tell what the stage that is being read has brought so far."""
         arrival = next(iter(self._running), None)
         if arrival is not None and arrival.stage is not None and arrival.episode.is_blind:
-            seconds = self._clock.now() - arrival.begun_at
+            seconds = max(0.0, self._clock.now() - arrival.begun_at)
             self._decision.observe_progress(arrival.episode, arrival.stage.arrived, seconds, arrival.queued_bytes)
 
     def _end_stage(self, arrival: Arrival) -> None:
@@ -339,6 +350,9 @@ class ArrivalFlow:
     def _overdue(self) -> Iterator[Arrival]:
         """Pending ones whose wait is over."""
         now = self._clock.now()
+        if now < self._seen_at:  # the clock went back, and these would come as much too late: look when they are due
+            self._timers = [(now, next(self._serials), arrival) for arrival in self._pending]
+        self._seen_at = now
         for _ in range(MAX_TURNS):
             if not (self._timers and self._timers[0][0] <= now):
                 return
@@ -353,7 +367,10 @@ class ArrivalFlow:
                 return  # they rest in the order in which they were answered
             del self._resting[arrival]
             self._decision.refreshing(arrival.episode)
-            self._look(arrival)
+            try:
+                self._look(arrival)
+            except CAUGHT as error:
+                self._report("stage", error)
             if arrival.is_waiting:
                 yield arrival
             else:

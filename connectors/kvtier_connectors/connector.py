@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from kvtier.clock import Clock
 from kvtier.config import Settings
 from kvtier.errors import LayoutError
 from kvtier.executor import Executor
@@ -82,15 +83,17 @@ class Connector:
         *,
         store: Store | None = None,
         executor: Executor | None = None,
+        clock: Clock | None = None,
     ) -> None:
         """Raises ConfigError or LayoutError for settings, or a pool, that cannot work; then nothing stays open.
 
-        store: shared with others; `settings.host` is then its own, the rest of `settings` this connector's.
+        store: shared with others; `settings.host` is then its own, the rest of `settings` this connector's. clock: of
+        all waits, the machine's unless given; a store that is given has its own.
         """
         _check_planes(planes, namespace.layout, pool.num_blocks)
         self._owns_store = store is None
         self._closed = False
-        self.store = Store(settings) if store is None else store
+        self.store = Store(settings, clock=clock) if store is None else store
         try:
             self.space: Space = self.store.open_space(namespace)
             warning = sizing_warning(self.space.capacity_blocks, planes.num_blocks)

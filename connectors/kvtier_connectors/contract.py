@@ -209,8 +209,8 @@ class CopyJob:
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """What the worker should copy in this step. in_flight: copies not yet completed, these included; while it is not 0,
-    the engine goes on polling, even when it has no request left."""
+    """What the worker should copy in this step. in_flight: blocks of copies that have not ended, these included, but
+    for those that were given up; while it is not 0, the engine goes on polling, even when it has no request left."""
 
     jobs: tuple[CopyJob, ...]
     in_flight: int
@@ -276,7 +276,8 @@ class RestorePoll:
     ready: requests that no longer wait for blocks to come to host memory: `match` says what they have. failed: those
     whose blocks could not be brought there, where `restore.on_failure` is `fail`: the engine ends them with an error;
     they are not in `ready`. outcomes: restores that ended because their time is over. num_active: restores that wait
-    for a tier or a copy. next_deadline: on the connector's clock, when the first wait ends by itself; None without one.
+    for a tier or a copy. next_deadline: on the connector's clock, when the first wait ends by itself, that for a copy
+    down included; None without one.
     """
 
     ready: tuple[str, ...] = ()

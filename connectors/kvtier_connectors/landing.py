@@ -36,6 +36,7 @@ class Landing:
     """Jobs still running, and which of `block_ids` they write."""
     seconds: float = 0.0
     """What its copies took that have ended."""
+    is_abandoned: bool = False
 
     @property
     def num_blocks(self) -> int:
@@ -71,6 +72,12 @@ class LandingFlow:
         self._given: dict[int, int] = {}  # jobs that the worker has, and how many blocks each copies
         self._num_given = 0
         self._num_copying = 0
+        self._num_abandoned = 0
+
+    @property
+    def num_awaited(self) -> int:
+        """Of the blocks being copied, those whose end somebody waits for."""
+        return self._num_copying - self._num_abandoned
 
     @property
     def num_copying(self) -> int:
@@ -135,6 +142,7 @@ class LandingFlow:
         if landing.jobs:
             return None
         self._num_copying -= landing.num_blocks
+        self._num_abandoned -= landing.num_blocks if landing.is_abandoned else 0
         is_void = landing.space_digest != self._space.digest
         return Landed(landing, 0 if is_void else [*landing.copied, False].index(False), is_void)
 
@@ -151,6 +159,11 @@ class LandingFlow:
         for landing in self._by_job.values():
             landing.space_digest = None
 
+    def abandon(self, landing: Landing) -> None:
+        """Its time is over, and nobody waits for its copies any more; they stay accounted for until they end."""
+        landing.is_abandoned = True
+        self._num_abandoned += landing.num_blocks
+
     def take_unplanned(self) -> list[int]:
         """The jobs that no plan has named yet: nobody copies them, and now nobody will."""
         jobs, self._queued = self._queued, deque()
@@ -161,7 +174,7 @@ class LandingFlow:
         num_stuck = self._num_copying
         self._by_job.clear()
         self._given.clear()
-        self._num_copying = self._num_given = 0
+        self._num_copying = self._num_given = self._num_abandoned = 0
         return num_stuck
 
     def check_integrity(self) -> None:

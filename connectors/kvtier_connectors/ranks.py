@@ -9,6 +9,9 @@ from kvtier_connectors.contract import CopyFailure, CopyResult
 
 __all__ = ["RankResults"]
 
+MAX_SECONDS = 1e9
+"""No copy takes longer: what says so is not a time."""
+
 
 @dataclass(slots=True)
 class _Told:
@@ -18,6 +21,13 @@ class _Told:
     failure: CopyFailure | None
     seconds: float
     ranks: set[int] = field(default_factory=set)
+
+
+def plain_seconds(seconds: object) -> float:
+    """A time that a worker told; 0.0 for what is none."""
+    if not isinstance(seconds, (int, float)) or not 0 <= seconds <= MAX_SECONDS:
+        return 0.0
+    return float(seconds)
 
 
 class RankResults:
@@ -44,14 +54,14 @@ class RankResults:
         """Note one rank's word; with the last, the job's result: a block is copied that each of them has copied, and
         the time is the slowest rank's."""
         copied = tuple(verdict is True for verdict in result.copied) if isinstance(result.copied, (tuple, list)) else ()
-        told = self._told.get(result.job_id)
+        told, seconds = self._told.get(result.job_id), plain_seconds(result.seconds)
         if told is None:
-            told = self._told[result.job_id] = _Told(copied, result.failure, result.seconds)
+            told = self._told[result.job_id] = _Told(copied, result.failure, seconds)
         else:
             # Cut to the shorter: what a rank did not name it did not copy.
             told.copied = tuple(map(all, zip(told.copied, copied, strict=False)))
             told.failure = told.failure or result.failure
-            told.seconds = max(told.seconds, result.seconds)
+            told.seconds = max(told.seconds, seconds)
         told.ranks.add(result.rank)
         if len(told.ranks) < self._num_ranks:
             return None

@@ -12,7 +12,7 @@ from kvtier.fallbacks import Fallback
 from kvtier.reasons import MissReason
 from kvtier.restore import RestoreDecision, RestoreEpisode, RestorePhase, TierPart
 from kvtier.staging import Stager
-from kvtier.store import Lookup, Space
+from kvtier.store import Space
 from kvtier_connectors.arriving import HOST, Arrival, ArrivalFlow
 from kvtier_connectors.contract import (
     NO_RESTORES,
@@ -27,27 +27,19 @@ from kvtier_connectors.faults import CAUGHT
 from kvtier_connectors.hooks import hook
 from kvtier_connectors.landing import Landing, LandingFlow
 from kvtier_connectors.live import LiveRequest, check_index
+from kvtier_connectors.matching import HostMatch, has_lost, is_held_back
 
-__all__ = ["NOTHING_HELD", "RestoreFlow"]
+__all__ = ["RestoreFlow"]
 
-NOTHING_HELD = Match(0, MissReason.TIER_ERROR)
-NO_BLOCKS = Lookup(0, None)
 STAGING = Match(0, None, is_staging=True)
-
-HELD_BACK = frozenset(
-    {MissReason.COST, MissReason.CAPACITY, MissReason.BUDGET, MissReason.LAND_FAILED, MissReason.RESTORE_OFF}
-)
-"""Verdicts on an attempt: what it does not go for is not taken from host memory either, though it be there."""
-GIVEN_UP = HELD_BACK - {MissReason.COST} | {MissReason.TIMEOUT}
-"""After these nothing is looked up again."""
 
 
 class RestoreFlow:
     """Owns the restore decision and joins the two stages of the way up. Engine's thread only.
 
     Mutable state: `_landing` (requests whose blocks are being copied), `_refused` (whose wait for GPU blocks runs),
-    `_lost` (that match found to have lost leading blocks, and where), `_freed` (that wait no more, for `poll` to name),
-    and each live request's record.
+    `_lost` (that match found to have lost leading blocks, and where), `_freed` (that wait no more, until `poll` named
+    them), and each live request's record.
     """
 
     def __init__(
@@ -69,31 +61,39 @@ class RestoreFlow:
         self._requests = requests
         self._report = report
         self._clock = clock
-        self._capacity_bound_s = settings.capacity_bound_s
         self._block_tokens = space.namespace.layout.block_tokens
         self.decision = RestoreDecision(
             settings, self._block_tokens, space.block_bytes, clock, on_fallback=self._note_fallback
         )
+        self._host = HostMatch(space, self._block_tokens, report)
         self.landings = LandingFlow(space, pool, job_ids, settings.max_inflight_blocks)
         self.arrivals = ArrivalFlow(
             space, stager, self.decision, clock, lambda: self.landings.num_copying * space.block_bytes, report
         )
         self.counts: Counter[str] = Counter()
         self._landing: dict[LiveRequest, None] = {}
-        self._refused: dict[LiveRequest, float] = {}
+        self._refused: dict[LiveRequest, None] = {}
         self._lost: dict[LiveRequest, int] = {}
         self._freed: dict[str, None] = {}
 
     # ---- a request's way -----------------------------------------------------------------------------------------
 
-    def start(self, request: LiveRequest) -> None:
-        """It waits to be admitted, for the first time or again: look for what can be restored, and begin to."""
+    def start(self, request: LiveRequest, *, goes_on: bool = False) -> None:
+        """It waits to be admitted, for the first time or again: look for what can be restored, and begin to.
+
+        goes_on: it has not been admitted since the last time, and what it has waited counts.
+        """
         check_index("num_local_blocks", request.num_local_blocks)
         before = request.arrival
         query = request.query(self._block_tokens, may_restore=self._why_off(request) is None)
         if before is not None:
             self.arrivals.close(before)
-        episode = self.decision.begin(query) if before is None else self.decision.again(before.episode, query)
+        if before is None:
+            episode = self.decision.begin(query)
+        elif goes_on:
+            episode = self.decision.look_again(before.episode, query)
+        else:
+            episode = self.decision.again(before.episode, query)
         request.arrival = Arrival(episode, request.info.digests, self._block_tokens)
         self.arrivals.begin(request.arrival)
         if episode.must_fail:
@@ -106,7 +106,11 @@ class RestoreFlow:
         self.start(request)
 
     def match(self, request: LiveRequest, num_local: int, max_blocks: int) -> Match:
-        """What could land now. Of requests that lost leading blocks it notes that they are to be looked up again."""
+        """What could land now.
+
+        Of a request that lost leading blocks it notes where, for only an engine that asks knows that: the next `poll`
+        looks for them. Nothing else changes, however often it is asked: neither attempts nor waits.
+        """
         arrival, why_not = request.arrival, self._why_not(request)
         if why_not is not None:
             return Match(0, why_not)
@@ -115,15 +119,15 @@ class RestoreFlow:
         if arrival is not None:
             if arrival.is_waiting and num_local < arrival.end_block:
                 return STAGING
-            if self._has_lost(arrival, num_local):
+            if has_lost(arrival, num_local):
                 self._lost[request] = num_local
                 return STAGING
-        return self._look_up(request, num_local, max_blocks)
+        return self._host.look_up(request, num_local, max_blocks)
 
     def refuse(self, request: LiveRequest, *, is_permanent: bool) -> bool:
         arrival = request.arrival
         if arrival is not None and self.decision.refuse(arrival.episode, is_permanent=is_permanent):
-            self._refused.setdefault(request, self._clock.now() + self._capacity_bound_s)
+            self._refused[request] = None
             return True
         self._refused.pop(request, None)
         self._lost.pop(request, None)
@@ -172,26 +176,24 @@ class RestoreFlow:
 
     def poll(self) -> RestorePoll:
         """Advance every restore that waits for a tier or a copy."""
-        names = list(self._freed)
-        self._freed.clear()
         for request, num_local in list(self._lost.items()):
             self._look_again(request, num_local)
-            if request.arrival is None or not request.arrival.is_waiting:
-                names.append(request.request_id)
-        names += [arrival.episode.request_id for arrival in self.arrivals.poll()]
+        self._freed.update((arrival.episode.request_id, None) for arrival in self.arrivals.poll())
         outcomes = [outcome for request in list(self._landing) if (outcome := self._check_landing(request))]
-        self.decision.tick()
+        self._tick()
         num_active = self.arrivals.num_waiting + len(self._landing)
-        if not (names or outcomes or num_active or self._refused):
+        if not (self._freed or outcomes or num_active or self._refused):
             return NO_RESTORES
-        live = [item for name in dict.fromkeys(names) if (item := self._requests.get(name)) is not None]
-        return RestorePoll(
+        live = [item for name in self._freed if (item := self._requests.get(name)) is not None]
+        poll = RestorePoll(
             ready=tuple(item.request_id for item in live if not item.must_fail),
             failed=tuple(item.request_id for item in live if item.must_fail),
             outcomes=tuple(outcomes),
             num_active=num_active,
             next_deadline=self._next_deadline(),
         )
+        self._freed.clear()
+        return poll
 
     def note_work(self, work: StepWork) -> None:
         """What the engine's last step computed, and what is before a request that arrives now."""
@@ -238,7 +240,7 @@ class RestoreFlow:
         arrival = request.arrival
         if arrival is not None:
             self.arrivals.give_up(arrival)
-            if arrival.episode.phase is RestorePhase.READY or arrival.episode.miss in HELD_BACK:
+            if arrival.episode.phase is RestorePhase.READY or is_held_back(arrival):
                 return arrival.episode
         request.num_local_blocks = num_local
         episode = self.decision.begin(request.query(self._block_tokens, may_restore=True))
@@ -249,45 +251,17 @@ class RestoreFlow:
             request.arrival.arrived = arrival.arrived
         return episode
 
-    def _num_allowed(self, request: LiveRequest, num_local: int, num_blocks: int) -> int:
-        """How many of the blocks from `num_local` on may land, of so many."""
-        limit, arrival = request.max_restored(self._block_tokens), request.arrival
-        num_allowed = max(0, num_blocks if limit is None else min(num_blocks, limit))
-        if arrival is not None and arrival.episode.miss in HELD_BACK:
-            num_allowed = min(num_allowed, max(0, arrival.end_block - num_local))
-        return num_allowed
-
-    @staticmethod
-    def _has_lost(arrival: Arrival, num_local: int) -> bool:
-        """Whether blocks before those that it goes for are no longer the engine's, and may be looked up."""
-        episode = arrival.episode
-        is_open = episode.phase in (RestorePhase.READY, RestorePhase.OVER) and episode.miss not in GIVEN_UP
-        return is_open and num_local < arrival.first_block
-
     def _look_again(self, request: LiveRequest, num_local: int) -> None:
         del self._lost[request]
         request.num_local_blocks = num_local
         try:
-            self.start(request)
+            self.start(request, goes_on=True)
         except CAUGHT as error:
             self._report("poll_restores", error)
-
-    def _look_up(self, request: LiveRequest, num_local: int, max_blocks: int) -> Match:
-        """What host memory holds of the blocks that may land, and why it does not hold the next one."""
-        check_index("num_local_blocks", num_local)
-        arrival, limit = request.arrival, request.max_restored(self._block_tokens)
-        num_wanted = self._num_allowed(request, num_local, max_blocks)
-        wanted = request.info.digests[num_local : num_local + num_wanted]
-        found = self._space.lookup(wanted).poll() if wanted else NO_BLOCKS
-        if found is None:
-            return NOTHING_HELD
-        end = num_local + found.num_blocks
-        explained = arrival.episode.miss if arrival is not None and end >= arrival.end_block else None
-        if found.miss is not None:
-            return Match(found.num_blocks, explained or found.miss)
-        is_short = num_wanted < max_blocks and end < len(request.info.digests)
-        is_limited = limit is not None and num_wanted == limit
-        return Match(found.num_blocks, (MissReason.LIMIT if is_limited else explained) if is_short else None)
+            if request.arrival is not None and request.arrival.is_waiting:
+                self.arrivals.resume(request.arrival)
+        if request.arrival is None or not request.arrival.is_waiting:
+            self._freed[request.request_id] = None
 
     def _outcome(self, request: LiveRequest, landing: Landing, num_landed: int, *, is_void: bool) -> RestoreOutcome:
         arrival, will_retry, must_fail = request.arrival, False, False
@@ -307,6 +281,7 @@ class RestoreFlow:
             self.arrivals.resume(arrival)
         return RestoreOutcome(request.request_id, landing.first_block, num_landed, will_retry, must_fail)
 
+    @hook(lambda: cast("RestoreOutcome | None", None))
     def _check_landing(self, request: LiveRequest) -> RestoreOutcome | None:
         """Give a landing up whose time is over; its pins and leases stay until its copies ended."""
         landing, arrival = request.landing, request.arrival
@@ -315,15 +290,18 @@ class RestoreFlow:
         if self.decision.poll(arrival.episode) is RestorePhase.LANDING:
             return None
         del self._landing[request]
+        self.landings.abandon(landing)
         request.landing = None
         must_fail = arrival.episode.must_fail
         return RestoreOutcome(request.request_id, landing.first_block, 0, must_fail=must_fail, is_abandoned=True)
 
+    @hook(lambda: cast("float | None", None))
     def _next_deadline(self) -> float | None:
-        now = self._clock.now()
         landing = [request.arrival.episode.deadline for request in self._landing if request.arrival is not None]
-        refused = [end for end in self._refused.values() if end > now]  # one that is over ends at its next refusal
-        ends = (*landing, *refused, self.arrivals.next_deadline())
+        waiting = [request.arrival.episode for request in self._refused if request.arrival is not None]
+        refused = [self.decision.refused_until(episode) for episode in waiting]
+        now = self._clock.now()  # a wait for GPU blocks that is over ends at the next refusal
+        ends = (*landing, *(end for end in refused if end is not None and end > now), self.arrivals.next_deadline())
         return min((end for end in ends if end is not None), default=None)
 
     def _forget(self, request: LiveRequest) -> None:
@@ -339,25 +317,13 @@ class RestoreFlow:
         except CAUGHT as error:
             self._report("count_fallback", error)
 
-    def _why_missing(self, request: LiveRequest, num_local: int, num_landing: int, max_blocks: int) -> MissReason:
-        """Why the first block that is not restored is not."""
-        limit = request.max_restored(self._block_tokens)
-        if limit is not None and num_landing >= limit:
-            return MissReason.LIMIT
-        next_block, num_left = num_local + num_landing, min(1, max_blocks - num_landing)
-        try:
-            miss = self._look_up(request, next_block, num_left).miss
-        except CAUGHT as error:
-            self._report("match", error)
-            return MissReason.TIER_ERROR
-        return miss or MissReason.NO_ROOM
-
     # Hooks of their own, so that what they raise does not end the call around them.
 
     @hook(lambda: cast("Landing | None", None))
     def _begin_landing(self, request: LiveRequest, num_local: int, block_ids: Sequence[int]) -> Landing | None:
         check_index("num_local_blocks", num_local)
-        wanted = request.info.digests[num_local : num_local + self._num_allowed(request, num_local, len(block_ids))]
+        num_allowed = self._host.num_allowed(request, num_local, len(block_ids))
+        wanted = request.info.digests[num_local : num_local + num_allowed]
         if not wanted:
             return None
         episode = self._ready_episode(request, num_local, len(wanted))
@@ -394,7 +360,11 @@ class RestoreFlow:
             return
         if request.info.options.restore:
             num_asked = max(num_landing, min(max_blocks, len(request.info.digests) - num_local))
-            miss = miss or self._why_missing(request, num_local, num_landing, max_blocks)
+            miss = miss or self._host.why_missing(request, num_local, num_landing, max_blocks)
             arrived = None if request.arrival is None else request.arrival.arrived
             self._space.count_lookup(num_asked, num_landing, miss, arrived)
         self._space.note_use(request.info.digests[: num_local + num_landing], None)
+
+    @hook(lambda: None)
+    def _tick(self) -> None:
+        self.decision.tick()

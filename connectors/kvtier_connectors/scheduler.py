@@ -8,7 +8,7 @@ import operator
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from kvtier.clock import Clock
@@ -37,9 +37,10 @@ from kvtier_connectors.due import due_policy
 from kvtier_connectors.faults import CAUGHT
 from kvtier_connectors.hooks import hook
 from kvtier_connectors.live import LiveRequest, check_index
+from kvtier_connectors.matching import NOTHING_HELD
 from kvtier_connectors.published import PublishedBlock, PublishedBlocks
 from kvtier_connectors.ranks import RankResults
-from kvtier_connectors.restoring import NOTHING_HELD, RestoreFlow
+from kvtier_connectors.restoring import RestoreFlow
 from kvtier_connectors.storing import StoreFlow
 
 __all__ = ["ConnectorStats", "KVTierScheduler"]
@@ -146,7 +147,10 @@ class KVTierScheduler(ConnectorScheduler):
     @hook(lambda: NO_RESTORES)
     def poll_restores(self) -> RestorePoll:
         self._notice_reset()
-        return self._restores.poll()
+        poll, end = self._restores.poll(), self._check_stores()
+        if end is None or (poll.next_deadline is not None and poll.next_deadline <= end):
+            return poll
+        return replace(poll, next_deadline=end)
 
     @hook(lambda: NOTHING_HELD)
     def match(self, request_id: str, num_local_blocks: int, max_blocks: int) -> Match:
@@ -186,7 +190,7 @@ class KVTierScheduler(ConnectorScheduler):
         self._forget_reused(reused)
         self._note_work(demand)
         jobs = (*self._restores.landings.plan(), *self._plan_stores(demand))
-        return TransferPlan(jobs, self._num_in_flight)
+        return TransferPlan(jobs, self._restores.landings.num_awaited + self._stores.num_copying)
 
     @hook(lambda: cast("list[RestoreOutcome]", []))
     def complete(self, results: Sequence[CopyResult]) -> list[RestoreOutcome]:
@@ -338,6 +342,10 @@ class KVTierScheduler(ConnectorScheduler):
         return self._stores.plan(demand)
 
     # Hooks of their own, so that what they raise is not the end of the call around them.
+
+    @hook(lambda: cast("float | None", None))
+    def _check_stores(self) -> float | None:
+        return self._stores.give_up_overdue()
 
     @hook(lambda: None)
     def _note_work(self, demand: StepDemand) -> None:

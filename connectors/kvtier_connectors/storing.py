@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -80,7 +79,8 @@ class StoreFlow:
     one entry of `_due` or `_copying` names a GPU block, so both are bounded by the pool.
 
     A job that is not told over in time is *abandoned*: dropped and unpinned, but its slots stay leased (in
-    `_abandoned`) until its end is told, for the copy may still write them.
+    `_abandoned`) until its end is told, for the copy may still write them. No other begins before that: it would hang
+    behind it, and keep its blocks from the engine for as long again.
     """
 
     def __init__(
@@ -108,6 +108,7 @@ class StoreFlow:
         self._copying: dict[int, _Copying] = {}
         self._jobs: dict[int, _Job] = {}
         self._abandoned: dict[int, list[_Copying]] = {}
+        self._seen_at = clock.now()
         # Blocks that no prompt can reach in the store, as an ancestor is neither there nor in the GPU pool; and the
         # digests of those ancestors. Each is dropped once, and looked at again when one of the ancestors comes back.
         self._lost: set[int] = set()
@@ -159,18 +160,44 @@ class StoreFlow:
 
     def plan(self, demand: StepDemand) -> list[CopyJob]:
         """Make what is due due, and begin as many copies as the bound allows."""
-        self._abandon_overdue()
+        self.give_up_overdue()
         for block_id in self._policy.due_blocks(self._pool, self._blocks, demand):
             block = self._blocks.get(block_id)
             if block is not None and self._blocks.is_dirty(block_id):
                 self._make_due(block)
         begun: list[_Copying] = []
-        while self._due and len(self._copying) < self._max_inflight:
+        while self._due and len(self._copying) < self._max_inflight and not self._abandoned:
             copying = self._begin(self._due.popitem(last=False)[1])
             if copying is not None:
                 begun.append(copying)
         size = blocks_per_job(self._space.block_bytes)
         return [self._job(begun[start : start + size]) for start in range(0, len(begun), size)]
+
+    def give_up_overdue(self) -> float | None:
+        """Give up the copies that were not told over in time; when the next one's time is over. None without one.
+
+        Jobs are in the order in which they began.
+        """
+        now = self._clock.now()
+        if now < self._seen_at:  # the clock went back: none waits for longer than if it began now
+            for job in self._jobs.values():
+                job.begun_at = min(job.begun_at, now)
+        self._seen_at = now
+        while self._jobs:
+            job_id, job = next(iter(self._jobs.items()))
+            if now < job.begun_at + COPY_TIMEOUT_S:
+                return job.begun_at + COPY_TIMEOUT_S
+            del self._jobs[job_id]
+            self._abandoned[job_id] = job.blocks
+            self._release(job.blocks)
+            self.ledger.add_dropped(DropReason.COPY_TIMEOUT, len(job.blocks))
+            logger.warning(
+                "a store of %d blocks has not ended in %.0f s and is given up; its slots stay leased, and nothing else "
+                "is stored, until it ends",
+                len(job.blocks),
+                now - job.begun_at,
+            )
+        return None
 
     def begin_flush(self) -> None:
         """Until `end_flush` a block is stored once, though it leaves host memory again for a lower tier meanwhile."""
@@ -321,21 +348,6 @@ class StoreFlow:
         for item in copying:
             del self._copying[item.block.block_id]
             self._attempt("unpin", self._pool.unpin, item.block.block_id)
-
-    def _abandon_overdue(self) -> None:
-        """Give up the copies that were not told over in time. Jobs are in the order in which they began."""
-        now = self._clock.now()
-        overdue = list(itertools.takewhile(lambda item: now - item[1].begun_at >= COPY_TIMEOUT_S, self._jobs.items()))
-        for job_id, job in overdue:
-            del self._jobs[job_id]
-            self._abandoned[job_id] = job.blocks
-            self._release(job.blocks)
-            self.ledger.add_dropped(DropReason.COPY_TIMEOUT, len(job.blocks))
-            logger.warning(
-                "a store of %d blocks has not ended in %.0f s and is given up; its slots stay leased until it ends",
-                len(job.blocks),
-                now - job.begun_at,
-            )
 
     def _end_abandoned(self, copying: Sequence[_Copying]) -> None:
         """The copy ended after all: its slots are free, and what the GPU pool still holds may be stored again."""

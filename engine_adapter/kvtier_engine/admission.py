@@ -16,8 +16,8 @@ from kvtier_engine.waiting import WaitingQueue
 __all__ = ["Admission", "Candidate", "Fitting"]
 
 REPROBE_STEPS = 8
-"""A refused request is tested again when more blocks are free than then, and every so many steps: more of its prefix
-may be cached by now."""
+"""A refused request is tested again when there may be room for it, and every so many steps: more of its prefix may be
+cached by now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,11 @@ class _Probe:
 
 @dataclass(frozen=True, slots=True)
 class _InVain:
-    """A scan that found nobody, and what it saw: free blocks beyond the credits, the front of the queue, the cache."""
+    """A scan that found nobody, and what it saw: free blocks beyond the credits, how often blocks had become free, the
+    front of the queue, the cache."""
 
     room: int
+    num_freed: int
     front_version: int
     num_published: int
     step: int
@@ -105,7 +107,9 @@ class Admission:
         is_busy = any(request.state is RequestState.RUNNING for request in running)
         found = self._find(num_slots, room, is_busy=is_busy)
         self._in_vain = (
-            None if found else _InVain(room, self._queue.front_version, self._pool.num_published, self._step)
+            None
+            if found
+            else _InVain(room, self._pool.num_freed, self._queue.front_version, self._pool.num_published, self._step)
         )
         return found
 
@@ -130,7 +134,8 @@ class Admission:
         for request in self._queue.front():
             if len(found) == num_slots:
                 break
-            probe = self._known_probe(request) or self._probe(request)
+            known = self._known_probe(request, room)
+            probe = known or self._probe(request)
             if probe.is_staging:
                 self._stage_again(request)
                 continue
@@ -140,6 +145,8 @@ class Admission:
             if not self._has_room(probe, room, is_busy=is_busy):
                 if len(found) + num_refused >= num_slots:
                     continue  # the slots go to those before it: that, too, is ordinary queueing
+                if known is None:
+                    request.refusal = Refusal(probe.is_restore, probe.num_needed, probe.num_taken, self._step)
                 probe = self._refuse(request, probe, is_first=not num_refused)
                 num_refused += 1
                 if not (request.restore_expired and self._has_room(probe, room, is_busy=is_busy)):
@@ -157,6 +164,7 @@ class Admission:
         return (
             last is not None
             and room <= last.room
+            and self._pool.num_freed == last.num_freed
             and self._queue.front_version == last.front_version
             and (
                 self._step - last.step < REPROBE_STEPS
@@ -187,10 +195,11 @@ class Admission:
         request.num_refused = 0
         request.restore_expired = False
 
-    def _known_probe(self, request: Request) -> _Probe | None:
-        """What the last test found, while another one would find no more room."""
+    def _known_probe(self, request: Request, room: int) -> _Probe | None:
+        """What the last test found, while there is not even room for the blocks that it lacks, whatever of its cached
+        ones is free."""
         refusal = request.refusal
-        if refusal is None or self._pool.num_free > refusal.num_free or self._step - refusal.step >= REPROBE_STEPS:
+        if refusal is None or room >= refusal.num_needed or self._step - refusal.step >= REPROBE_STEPS:
             return None
         return _Probe(refusal.is_restore, refusal.num_needed, refusal.num_taken)
 
@@ -225,10 +234,6 @@ class Admission:
             request.num_refused += 1
             if request.num_refused >= self._config.head_patience:
                 self.ledger.hold(probe.num_taken)
-        if self._known_probe(request) is None:
-            request.refusal = Refusal(
-                probe.is_restore, probe.num_needed, probe.num_taken, self._pool.num_free, self._step
-            )
         return probe
 
     def _stage_again(self, request: Request) -> None:

@@ -40,6 +40,8 @@ class BlockPool:
         self._cached: dict[bytes, int] = {}
         self._queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._num_free = num_blocks
+        self.num_freed = 0
+        """Times that a block became free: while it stands still, nobody has more room than before."""
         self._reused: list[int] = []
         self._num_allocated = 0
         self._nodes = 0
@@ -122,7 +124,7 @@ class BlockPool:
                 self._queue[block_id] = None
                 if self._contents[block_id] is None:
                     self._queue.move_to_end(block_id, last=False)
-                self._num_free += not self._pins[block_id]
+                self._add_free(not self._pins[block_id])
                 self.queue_version += 1
 
     def take_reused(self) -> list[int]:
@@ -149,7 +151,7 @@ class BlockPool:
         self._pins[block_id] -= 1
         if not self._pins[block_id]:
             del self._holders[block_id]
-            self._num_free += not self._refs[block_id]
+            self._add_free(not self._refs[block_id])
 
     def holders(self) -> Counter[str]:
         """Who keeps blocks from reuse by pins, and how many. Of a block that was pinned several times, every holder
@@ -236,6 +238,10 @@ class BlockPool:
         for claim, holds in checks.items():
             if not holds:
                 raise IntegrityError(f"block pool: not true that {claim}")
+
+    def _add_free(self, count: int) -> None:
+        self._num_free += count
+        self.num_freed += count
 
     def _forget(self, block_id: int) -> None:
         content = self._contents[block_id]

@@ -20,8 +20,8 @@ from kvtier_engine.beside import ConnectorOpener, EngineConnector
 from kvtier_engine.block_pool import BlockPool
 from kvtier_engine.config import EngineConfig, resolve_max_model_len
 from kvtier_engine.errors import RequestError
-from kvtier_engine.intake import check_prompt
-from kvtier_engine.outputs import Streams, describe_bad_token, make_output
+from kvtier_engine.intake import check_prompt, check_request
+from kvtier_engine.outputs import Streams, describe_bad_token, make_output, why_finished
 from kvtier_engine.progress import Heartbeat, PrefillProgress, StepCounts
 from kvtier_engine.request import FinishReason, Request, RequestOutput, TextStream
 from kvtier_engine.runner import BatchItem, ModelRunner
@@ -98,7 +98,9 @@ class Engine:
         self.connector: Connector | None = None
         """kvtier's own; None without it."""
         if settings is not None:
-            self.connector = Connector(settings, namespace, self.pool, planes, store=store, executor=executor)
+            self.connector = Connector(
+                settings, namespace, self.pool, planes, store=store, executor=executor, clock=self._clock
+            )
         self._kv: EngineConnector | None = (
             self.connector if open_connector is None else open_connector(self.pool, planes)
         )
@@ -127,21 +129,18 @@ class Engine:
         stream: TextStream | None = None,
         options: KVOptions = NO_OPTIONS,
     ) -> None:
-        """Queue a prompt of token ids.
-
-        Raises a RequestError or TokenError, before anything is scheduled, if it can never run, and ClosedError after
-        `close`.
+        """Queue a prompt of token ids. Raises a RequestError, before anything is scheduled, if it can never run, and
+        ClosedError after `close`.
 
         extras: adapter, salt and media, which separate its KV from others'. options: what it asks of kvtier: whether it
         is stored and restored, and how long it waits for that.
         """
         if self._closed:
             raise ClosedError("the engine is closed; open another")
+        check_request(request_id, params, options)
         if request_id in self.scheduler:
             raise RequestError(f"request id {request_id!r} is in use; choose another or abort it first")
         check_prompt(request_id, prompt, self.max_model_len, self._runner.vocab_size)
-        if not isinstance(options, KVOptions):
-            raise RequestError(f"options must be a KVOptions, not {options!r}")
         request = Request(
             request_id,
             [int(token) for token in prompt],
@@ -156,13 +155,11 @@ class Engine:
             options=options,
         )
         self._streams.open(request_id, stream)
+        self.progress.forget(request_id)  # the id may have been another's
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request in any state.
-
-        Its last output, or None when it is not live. Its id may be used again at once.
-        """
+        """End a request in any state; its last output, or None when it is not live. The id is free at once."""
         request = self.scheduler.finish(request_id, FinishReason.ABORT)
         if request is None:
             return None
@@ -187,6 +184,7 @@ class Engine:
         Raises nothing that a request caused: a failing forward ends its requests with FinishReason.ERROR; a token that
         cannot be, a failing sampler or a failing stream ends the one request.
         """
+        self._check_between_steps("step")
         outcomes = self._collect_copies()
         plan = self.scheduler.schedule(outcomes, copies_in_flight=self._copies_in_flight)
         for request_id in plan.preempted:
@@ -195,6 +193,8 @@ class Engine:
         outputs = self._forward(plan.scheduled) if plan.scheduled else []
         self._just_published = bool(plan.scheduled) and self._kv is not None
         for request, why in plan.failed:
+            if request.finish_reason is not None:
+                continue  # a stream aborted it meanwhile
             logger.error("request %s failed: %s", request.request_id, why)
             outputs.append(self._fail(request, why))
         num_tokens = sum(share.num_tokens for share in plan.scheduled)
@@ -205,8 +205,8 @@ class Engine:
     def wait(self, timeout: float) -> None:
         """When a step computed nothing: block until a copy or a stage under way ended, or the next deadline has come,
         at most `timeout` seconds."""
-        if self._kv is None:
-            return
+        if self._kv is None or self._results or self._outcomes:
+            return  # there is something to look at already
         if self._next_deadline is not None:
             timeout = max(0.0, min(timeout, self._next_deadline - self._clock.now()))
         elif not (self._copies_in_flight or self.scheduler.waiting.num_staging):
@@ -235,8 +235,7 @@ class Engine:
         within a step, and while requests live that may not be preempted; and TierError when a tier could not make sure
         of it: then kvtier is off in this engine until a reset succeeds, and a later process might find KV of before.
         """
-        if self.scheduler.is_computing:
-            raise RequestError("the cache can be reset between steps only; call reset_cache when step has returned")
+        self._check_between_steps("reset_cache")
         if self.num_unfinished and not preempt_running:
             raise RequestError(f"{self.num_unfinished} requests are unfinished; abort or finish them before a reset")
         self.scheduler.preempt_all()
@@ -250,6 +249,7 @@ class Engine:
     def flush(self, timeout: float) -> int:
         """Store every full block that the pool caches, down to the lowest tier; how many blocks are not. Between steps;
         blocks, at most `timeout` seconds."""
+        self._check_between_steps("flush")
         if self._kv is None:
             return 0
         self._outcomes = self._collect_copies()
@@ -272,6 +272,7 @@ class Engine:
         """Abort what is left and close the connector, which stores what the pool still caches. Idempotent."""
         if self._closed:
             return
+        self._check_between_steps("close")
         self._closed = True
         for request in list(self.scheduler.requests()):
             self.abort(request.request_id)
@@ -296,6 +297,12 @@ class Engine:
                 is_event_due=plan.verdict is Verdict.WAIT,
             )
         )
+
+    def _check_between_steps(self, what: str) -> None:
+        if self.scheduler.is_computing:
+            raise RequestError(
+                f"{what} was called from within a step (by a stream, or by the runner); call it when step has returned"
+            )
 
     # ---- inside a step -------------------------------------------------------------------------------------------
 
@@ -326,7 +333,9 @@ class Engine:
             seconds = self._clock.now() - begun_at
         except Exception as error:  # the model's failure is the batch's, not the engine's
             logger.exception("the forward of %d requests failed", len(scheduled))
-            outputs = [self._fail(share.request, f"the forward failed: {error!r}") for share in scheduled]
+            why = f"the forward failed: {error!r}"
+            live = [share.request for share in scheduled if share.request.finish_reason is None]
+            outputs = [self._fail(request, why) for request in live]
         else:
             outputs = self._take_tokens(scheduled, batch, tokens)
         self.scheduler.end_compute(seconds)
@@ -350,7 +359,9 @@ class Engine:
             if share.is_prefill:
                 self.progress.computed(request.request_id, request.num_computed)
             if token is not None:
-                outputs.append(self._put_out(request, token))
+                output = self._put_out(request, token)
+                if output is not None:
+                    outputs.append(output)
         return outputs
 
     def _begin_progress(self, scheduled: Sequence[Scheduled]) -> None:
@@ -372,20 +383,16 @@ class Engine:
         sampler = request.sampler if end == len(request.tokens) else None
         return BatchItem(request.request_id, request.tokens[start:end], start, request.block_table, sampler)
 
-    def _put_out(self, request: Request, token: int) -> RequestOutput:
-        text, reason, error = self._streams.push(request, token, self._finish_reason(request, token))
+    def _put_out(self, request: Request, token: int) -> RequestOutput | None:
+        """None when its own stream aborted it: that was its last output."""
+        text, reason, error = self._streams.push(
+            request, token, why_finished(request, token, self._eos, self.max_model_len)
+        )
+        if request.finish_reason is not None:
+            return None
         if reason is not None:
             self.scheduler.finish(request.request_id, reason, error or None)
         return make_output(request, (token,), text)
-
-    def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
-        params = request.params
-        if token in params.stop_token_ids or (token in self._eos and not params.ignore_eos):
-            return FinishReason.STOP
-        num_output = len(request.tokens) - request.num_prompt_tokens
-        if num_output == request.max_tokens or len(request.tokens) >= self.max_model_len:
-            return FinishReason.LENGTH
-        return None
 
     def _fail(self, request: Request, error: str) -> RequestOutput:
         self.scheduler.finish(request.request_id, FinishReason.ERROR, error)

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 
 import numpy as np
 
-from kvtier_engine.errors import BadTokenError, EmptyPromptError, PromptTooLongError
+from kvtier_connectors.contract import KVOptions
+from kvtier_engine.errors import BadTokenError, EmptyPromptError, PromptTooLongError, RequestError
+from kvtier_engine.sampling import SamplingParams
 
-__all__ = ["check_prompt"]
+__all__ = ["check_prompt", "check_request"]
+
+
+def check_request(request_id: object, params: object, options: object) -> None:
+    """Raises RequestError for what no request can be made of."""
+    if not isinstance(request_id, str) or not request_id:
+        raise RequestError(f"a request id must be a string with something in it, not {request_id!r}")
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"request {request_id!r}: params must be a SamplingParams, not {params!r}")
+    if not isinstance(options, KVOptions):
+        raise RequestError(f"request {request_id!r}: options must be a KVOptions, not {options!r}")
 
 
 def check_prompt(request_id: str, prompt: Sequence[int], max_model_len: int, vocab_size: int) -> None:
     """Raises the RequestError of a prompt that can never run: empty, too long, or not of tokens."""
+    if isinstance(prompt, str) or not isinstance(prompt, Sized):
+        raise BadTokenError(f"request {request_id!r}: a prompt is a sequence of token ids, not {type(prompt).__name__}")
     if not len(prompt):
         raise EmptyPromptError(f"request {request_id!r} has an empty prompt")
     if len(prompt) > max_model_len:

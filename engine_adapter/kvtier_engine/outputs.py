@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 
 from kvtier_engine.request import FinishReason, Request, RequestOutput, TextStream
 from kvtier_engine.runner import BatchItem
 
-__all__ = ["Streams", "describe_bad_token", "make_output"]
+__all__ = ["Streams", "describe_bad_token", "make_output", "why_finished"]
 
 logger = logging.getLogger("kvtier.engine")
 
@@ -20,7 +21,7 @@ class Streams:
         self._streams: dict[str, TextStream] = {}
 
     def open(self, request_id: str, stream: TextStream | None) -> None:
-        self._streams[request_id] = stream or TextStream()
+        self._streams[request_id] = TextStream() if stream is None else stream
 
     def push(self, request: Request, token: int, reason: FinishReason | None) -> tuple[str, FinishReason | None, str]:
         """Put a token in. The text that is final by now, why the request ends (`reason` unless the text is why), and
@@ -36,8 +37,8 @@ class Streams:
         except Exception as raised:
             logger.exception("the text stream of request %s failed", request.request_id)
             reason, error = FinishReason.ERROR, f"the text stream failed: {raised!r}"
-        if reason is not None:
-            self._streams.pop(request.request_id, None)
+        if reason is not None and self._streams.get(request.request_id) is stream:
+            del self._streams[request.request_id]
         return text, reason, error
 
     def end(self, request_id: str) -> str:
@@ -64,6 +65,17 @@ def make_output(request: Request, new: tuple[int, ...], text: str) -> RequestOut
         ttft_s=None if first is None else first - request.arrival,
         error=request.error,
     )
+
+
+def why_finished(request: Request, token: int, eos: Collection[int], max_model_len: int) -> FinishReason | None:
+    """Why a request ends with this token, which was appended to it; None if it goes on. eos: the model's end tokens."""
+    params = request.params
+    if token in params.stop_token_ids or (token in eos and not params.ignore_eos):
+        return FinishReason.STOP
+    num_output = len(request.tokens) - request.num_prompt_tokens
+    if num_output == request.max_tokens or len(request.tokens) >= max_model_len:
+        return FinishReason.LENGTH
+    return None
 
 
 def describe_bad_token(request: Request, item: BatchItem, token: object, vocab_size: int) -> str | None:

@@ -42,13 +42,12 @@ class Refusal:
     """Why a request was not admitted, and what must change before it is worth while to look again.
 
     is_restore: what it lacks blocks for. num_taken: blocks that it would take of the free ones. num_needed: those of
-    them that it would fill. num_free, step: of that moment.
+    them that it would fill. step: when that was.
     """
 
     is_restore: bool
     num_needed: int
     num_taken: int
-    num_free: int
     step: int
 
 

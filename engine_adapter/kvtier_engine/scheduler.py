@@ -259,7 +259,7 @@ class Scheduler:
             request = self._requests.get(outcome.request_id)
             if request is None or request.state is not RequestState.RESTORING:
                 continue
-            if not outcome.is_abandoned:
+            if not (outcome.is_abandoned or outcome.must_fail):
                 self._take_landed(request, outcome)
             if outcome.must_fail:
                 failed.append((request, RESTORE_FAILED))

@@ -479,7 +479,7 @@ PER_REQUEST = [
     "KVTierWorker._queued",
     "KVTierWorker._results",
     "LandingFlow._by_job",
-    "LandingFlow._planned",
+    "LandingFlow._queued",
     "RankResults._told",
     "RestoreFlow._freed",
     "RestoreFlow._landing",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf, nan
 from typing import Any
 
 import pytest
@@ -350,3 +351,14 @@ def test_the_check_sees_a_lost_block(open_rig: OpenRig) -> None:
     with pytest.raises(IntegrityError, match="landing"):
         rig.scheduler.check_integrity()
     rig.scheduler._restores.landings._num_copying -= 1
+
+
+@pytest.mark.parametrize("seconds", [None, "soon", nan, inf, -1.0, 10**400, [1.0]])
+def test_r73_a_time_that_is_none_keeps_no_block(open_rig: OpenRig, seconds: Any) -> None:
+    rig = with_stored(open_rig, 2)
+    blocks = begin(rig, "a", 2)
+    (job,) = rig.plan(submit=False).jobs
+    assert rig.collect([CopyResult(job.job_id, (True, True), seconds=seconds)]) == [RestoreOutcome("a", 0, 2)]
+    assert rig.pins() == []
+    assert (rig.store.stats().leases, rig.stats.in_flight_blocks, rig.store.stats().errors) == (0, 0, {})
+    rig.finish("a", blocks)

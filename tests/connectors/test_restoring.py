@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,18 @@ from kvtier.store import Store
 from kvtier.testing import FakeClock, ManualExecutor
 from kvtier.tiers.base import ReadOutcome, ReadRequest
 from kvtier_connectors import arriving
-from kvtier_connectors.contract import CopyFailure, CopyResult, KVOptions, Match, RestoreOutcome, StepDemand, StepWork
-from kvtier_engine.testing.rig import ENOUGH_MEMORY, ConnectorRig
+from kvtier_connectors.contract import (
+    CopyFailure,
+    CopyResult,
+    KVOptions,
+    Match,
+    RequestInfo,
+    RestoreOutcome,
+    StepDemand,
+    StepWork,
+)
+from kvtier_engine.testing import ScriptedConnector
+from kvtier_engine.testing.rig import ENOUGH_MEMORY, ConnectorRig, EngineRig
 
 STAGING = Match(0, None, is_staging=True)
 AT_ONCE = KVOptions(max_wait_s=3600.0)
@@ -315,6 +326,82 @@ def test_r72_copies_that_always_fail_end_the_restore(
     rig.verify_quiet()
 
 
+# ---- what goes wrong within ------------------------------------------------------------------------------------------
+
+
+class Raises:
+    """In the place of a method: raises at the first call for `request_id`, if one is given, or at the first."""
+
+    def __init__(self, real: Callable[..., Any], request_id: str | None = None) -> None:
+        self._real, self._request_id, self.num_raised = real, request_id, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        is_meant = self._request_id is None or args[0].request_id == self._request_id
+        if is_meant and not self.num_raised:
+            self.num_raised += 1
+            raise MemoryError("once")
+        return self._real(*args, **kwargs)
+
+
+def test_r72_a_poll_in_which_something_raises_loses_no_name(
+    open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = open_disk()
+    rig.put_on_disk(prompt(2))
+    rig.start("a", prompt(2))
+    rig.disk_jobs.run_all()
+    flow = rig.scheduler._restores
+    for target, name in ((flow.decision, "tick"), (flow, "_next_deadline")):
+        monkeypatch.setattr(target, name, Raises(getattr(target, name)))
+    assert rig.poll().ready + rig.poll().ready == ("a",)
+    assert rig.poll().ready == ()
+    rig.end("a")
+    rig.verify_quiet()
+
+
+@pytest.mark.parametrize("broken", ["a", "b"])
+def test_r72_who_cannot_be_polled_keeps_no_other_from_its_end(
+    open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    rig = open_disk()
+    rig.put_on_disk(prompt(2), prompt(2, 500))
+    rig.start("a", prompt(2))
+    rig.start("b", prompt(2, 500))
+    rig.disk_jobs.run_all()
+    decision = rig.scheduler._restores.decision
+    for name in ("staged", "end"):
+        monkeypatch.setattr(decision, name, Raises(getattr(decision, name), broken))
+    named = [*rig.poll().ready, *rig.poll().ready]  # the broken one's blocks are read again
+    rig.disk_jobs.run_all()
+    assert sorted([*named, *rig.poll().ready]) == ["a", "b"]
+    rig.end("a")
+    rig.end("b")
+    rig.verify_quiet()
+
+
+@pytest.mark.parametrize("broken", ["a", "b"])
+def test_r72_a_landing_that_cannot_be_polled_keeps_no_other_from_its_end(
+    open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    rig = open_disk(restore__episode_budget_s=4.0)
+    rig.put_on_disk(prompt(2), prompt(2, 500))
+    for name, tokens in (("a", prompt(2)), ("b", prompt(2, 500))):
+        rig.start(name, tokens)
+    rig.disk_jobs.run_all()
+    rig.poll()
+    assert [rig.admit(name, 2) for name in ("a", "b")] == [2, 2]
+    rig.plan()
+    rig.clock.advance(10.0)
+    decision = rig.scheduler._restores.decision
+    monkeypatch.setattr(decision, "poll", Raises(decision.poll, broken))
+    outcomes = [*rig.poll().outcomes, *rig.poll().outcomes]
+    assert sorted(outcome.request_id for outcome in outcomes) == ["a", "b"]
+    rig.copy_all()
+    rig.end("a")
+    rig.end("b")
+    rig.verify_quiet()
+
+
 # ---- waits that end --------------------------------------------------------------------------------------------------
 
 
@@ -337,6 +424,30 @@ def test_r65_a_tier_that_never_answers_is_waited_for_once(
     rig.disk_jobs.run_all()
     assert (rig.runner.pool == before).all()
     rig.end("slow")
+    rig.verify_quiet()
+
+
+def test_r65_what_came_after_it_was_told_to_be_computed_is_computed(
+    open_disk: OpenDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = open_disk()
+    rig.put_on_disk(prompt(2))
+    rig.start("a", prompt(2), options=KVOptions(max_wait_s=0.2))
+    rig.clock.advance(0.2)
+    assert rig.poll().ready == ("a",)
+    rig.start("b", prompt(2))
+    rig.disk_jobs.run_all()
+    rig.poll()
+    assert rig.scheduler.match("b", 0, 2) == Match(2, None)
+    assert rig.scheduler.match("a", 0, 2) == Match(0, MissReason.TIMEOUT)
+    assert rig.admit("a", 2) == 0
+    assert rig.admit("b", 2) == 2
+    rig.plan()
+    assert rig.copy_all() == [RestoreOutcome("b", 0, 2)]
+    assert len(warnings_of(caplog)) == 1
+    assert rig.stats.restore.fallback_blocks == 2
+    rig.end("a")
+    rig.end("b")
     rig.verify_quiet()
 
 
@@ -465,6 +576,55 @@ def test_r67_a_prefix_that_the_gpu_pool_lost_is_looked_up(open_disk: OpenDisk) -
     assert rig.admit("a", 4) == 4
     rig.plan()
     assert rig.copy_all() == [RestoreOutcome("a", 0, 4)]
+    rig.end("a")
+    rig.verify_quiet()
+
+
+def test_r47_a_prefix_that_the_gpu_pool_lost_begins_no_wait_anew(open_disk: OpenDisk) -> None:
+    rig = open_disk(restore__capacity_bound_s=60.0)
+    rig.put_on_disk(prompt(4))
+    rig.start("a", prompt(4), num_local_blocks=3)
+    rig.disk_jobs.run_all()
+    assert rig.poll().ready == ("a",)
+    end = rig.clock.now() + 60.0
+    for num_local in (2, 1, 0):
+        assert rig.scheduler.refuse_restore("a")
+        rig.clock.advance(19.0)
+        assert rig.scheduler.match("a", num_local, 4 - num_local) == STAGING
+        rig.poll()
+        rig.disk_jobs.run_all()
+        rig.poll()
+        assert rig.scheduler.match("a", num_local, 4 - num_local) == Match(4 - num_local, None)
+        assert rig.poll().next_deadline == end
+    assert rig.scheduler.refuse_restore("a")
+    rig.clock.advance(3.0)
+    assert not rig.scheduler.refuse_restore("a")
+    rig.end("a")
+    rig.verify_quiet()
+
+
+def test_r17_a_question_takes_no_attempt_and_begins_no_wait_anew(open_disk: OpenDisk) -> None:
+    rig = open_disk()
+    rig.put_on_disk(prompt(3))
+    rig.start("a", prompt(3), num_local_blocks=2)
+    rig.disk_jobs.run_all()
+    rig.poll()
+    assert rig.scheduler.refuse_restore("a")
+    arrival = rig.scheduler._requests["a"].arrival
+    assert arrival is not None
+    before, refused_until = arrival.episode, rig.clock.now() + 60.0
+    rig.clock.advance(50.0)
+    told = rig.stats
+    for _ in range(3):
+        assert rig.scheduler.match("a", 0, 3) == STAGING
+    assert (rig.scheduler._requests["a"].arrival, arrival.episode, rig.stats) == (arrival, before, told)
+    rig.poll()
+    rig.disk_jobs.run_all()
+    rig.poll()
+    assert rig.scheduler.refuse_restore("a")
+    after = rig.scheduler._requests["a"].arrival
+    assert after is not None
+    assert (after.episode.attempts, rig.poll().next_deadline) == (1, refused_until)
     rig.end("a")
     rig.verify_quiet()
 
@@ -683,6 +843,26 @@ def test_few_are_staged_at_once_and_no_wait_is_longer_than_its_own(
     rig.verify_quiet()
 
 
+def test_r69_a_clock_that_goes_back_lengthens_no_wait_for_a_turn(
+    open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arriving, "MAX_ACTIVE", 1)
+    rig = open_disk()
+    rig.put_on_disk(prompt(2), prompt(2, 500), prompt(2, 900))
+    rig.scheduler._restores.decision.set_backlog(1)
+    rig.start("first", prompt(2), options=AT_ONCE)
+    rig.start("second", prompt(2, 500), options=AT_ONCE)
+    rig.start("third", prompt(2, 900), options=KVOptions(max_wait_s=4.0))
+    rig.poll()
+    rig.clock.advance(-900.0)
+    assert rig.poll().ready == ("first",), "whose stage began later than now"
+    rig.clock.advance(4.0)
+    assert rig.poll().ready == ("third",)
+    for name in ("first", "second", "third"):
+        rig.end(name)
+    rig.verify_quiet()
+
+
 @pytest.mark.bug("HS01")
 def test_a_dead_tier_costs_no_wait_of_each_that_waits_for_its_turn(
     open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -751,3 +931,32 @@ def test_r68_a_step_costs_as_much_as_restores_are_active(open_disk: OpenDisk, mo
     for number in range(500):
         rig.scheduler.finish_request(f"r{number}")
     rig.verify_quiet()
+
+
+def test_r47_a_scripted_wait_for_blocks_that_is_over_is_no_deadline() -> None:
+    clock = FakeClock()
+    scripted = ScriptedConnector(clock)
+    tokens = list(range(17))
+    with closing(EngineRig(8, kvtier=False, clock=clock, open_connector=scripted)):
+        half = scripted.scheduler
+        half.start_request(RequestInfo("a", scripted.hold(tokens)))
+        assert half.refuse_restore("a")
+        assert half.poll_restores().next_deadline == clock.now() + 60.0
+        clock.advance(60.0)
+        assert half.poll_restores().next_deadline is None
+
+
+def test_r76_two_resets_of_a_scripted_connector_name_who_waited_once() -> None:
+    clock = FakeClock()
+    scripted = ScriptedConnector(clock)
+    tokens = list(range(17))
+    with closing(EngineRig(8, kvtier=False, clock=clock, open_connector=scripted)) as rig:
+        scripted.hold(tokens, tier="disk")
+        rig.add("a", tokens, 1)
+        rig.step()
+        for _ in range(2):
+            rig.engine.reset_cache(preempt_running=True)
+        for _ in range(20):
+            rig.step()
+            scripted.deliver_all()
+        assert rig.engine.num_unfinished == 0

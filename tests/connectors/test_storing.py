@@ -535,6 +535,42 @@ def test_r81_a_clock_that_goes_back_gives_nothing_up(open_rig: OpenRig) -> None:
     assert rig.pins() == sorted(blocks)
 
 
+def test_r81_a_clock_that_went_back_gives_a_copy_its_time_anew_and_no_more(open_rig: OpenRig) -> None:
+    rig, _, _ = hanging(open_rig)
+    rig.clock.advance(-1000.0)
+    rig.plan()
+    assert rig.poll().next_deadline == rig.clock.now() + 60.0
+    rig.clock.advance(60.0)
+    rig.plan()
+    assert rig.pins() == []
+
+
+def test_r81_an_engine_is_told_when_a_copy_is_given_up(open_rig: OpenRig) -> None:
+    rig, blocks, _ = hanging(open_rig)
+    deadline = rig.clock.now() + 60.0
+    rig.clock.advance(10.0)
+    assert rig.poll().next_deadline == deadline
+    rig.clock.advance(50.0)
+    assert rig.poll().next_deadline is None
+    assert rig.pins() == [], f"{blocks} are free before this step needs them"
+
+
+def test_r81_nothing_is_stored_behind_a_copy_that_was_given_up(open_rig: OpenRig) -> None:
+    rig = open_rig(num_blocks=4, policy="write_through")
+    rig.finish("a", rig.compute("a", prompt(0, 2)))
+    (job,) = rig.plan(submit=False).jobs
+    rig.clock.advance(60.0)
+    rig.finish("b", rig.compute("b", prompt(500, 2)))
+    for _ in range(3):
+        assert rig.plan().jobs == ()
+        rig.clock.advance(60.0)
+    assert (rig.pins(), rig.ledger.pending) == ([], 2)
+    rig.collect([CopyResult(job.job_id, (True, True))])
+    rig.plan()
+    rig.copy_all()
+    assert rig.held(rig.digests["b"]) == [True, True]
+
+
 @pytest.mark.bug("PF11")
 def test_r80_an_engine_goes_on_while_no_copy_ends(open_rig: OpenRig) -> None:
     rig = open_rig(num_blocks=8)

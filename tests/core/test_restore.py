@@ -642,6 +642,65 @@ def test_r67_blocks_that_the_engine_lost_are_looked_up_again(rig: Rig) -> None:
     assert (anew.phase, anew.position, anew.num_blocks, anew.attempts) == (LOOKING, 2 * B, 18, 1)
 
 
+def test_r47_who_lost_a_prefix_goes_on_with_its_wait_for_blocks(log: Log) -> None:
+    rig = Rig(capacity_bound_s=60.0)
+    episode = rig.ready(position=10 * B)
+    assert rig.decision.refuse(episode)
+    for num_local in (9, 8, 7):
+        rig.clock.advance(19.0)
+        episode = rig.decision.look_again(episode, rig.query(position=num_local * B, num_blocks=20 - num_local))
+        assert (episode.phase, episode.attempts) == (LOOKING, 1)
+        assert rig.answered(episode, host=20 - num_local) is READY
+        assert rig.decision.refuse(episode)
+    assert rig.decision.refused_until(episode) == rig.clock.now() + 3.0
+    rig.clock.advance(3.0)
+    assert not rig.decision.refuse(episode)
+    assert rig.fallbacks == [Fallback("r", "host", 13, 13 * B, 60.0, 60.0, MissReason.CAPACITY)]
+    assert (rig.status.capacity_waiters, len(log.warnings)) == (0, 1)
+
+
+def test_r64_who_lost_a_prefix_goes_on_with_its_budget(rig: Rig) -> None:
+    rig.computes(1.0)
+    episode = rig.staging(position=10 * B, max_wait_s=5.0)
+    for num_local, elapsed in ((9, 2.0), (8, 2.5)):
+        rig.clock.advance(elapsed)
+        rig.staged(episode, 10, None)
+        episode = rig.decision.look_again(episode, rig.query(position=num_local * B, max_wait_s=5.0))
+        rig.answered(episode, disk=10)
+    assert (episode.phase, episode.active_s, episode.waited_s, episode.stage_wait_s) == (STAGING, 4.5, 4.5, 0.5)
+    rig.clock.advance(0.5)
+    assert rig.decision.poll(episode) is OVER
+    rig.staged(episode, 0, MissReason.TIMEOUT)
+    assert [fallback.reason for fallback in rig.fallbacks] == [MissReason.TIMEOUT]
+
+
+@pytest.mark.parametrize(("num_found", "told"), [(11, []), (5, [6])])
+def test_r64_what_came_too_late_is_told_once_by_who_lost_a_prefix(num_found: int, told: list[int], rig: Rig) -> None:
+    episode = rig.begin(position=2 * B)
+    rig.answered(episode, host=4, disk=6)
+    rig.clock.advance(10.0)
+    assert rig.decision.poll(episode) is READY
+    assert rig.staged(episode, 4, MissReason.TIMEOUT) is READY
+    after = rig.decision.look_again(episode, rig.query(position=B, num_blocks=11))
+    rig.decision.end(episode)
+    assert rig.fallbacks == []
+    assert rig.answered(after, host=num_found) is READY
+    rig.decision.landing(after, num_found)
+    rig.decision.landed(after, num_found)
+    assert [fallback.num_blocks for fallback in rig.fallbacks] == told
+
+
+def test_r69_a_clock_that_goes_back_moves_the_end_of_a_wait_for_blocks() -> None:
+    rig = Rig(capacity_bound_s=60.0)
+    episode = rig.ready()
+    assert rig.decision.refused_until(episode) is None
+    rig.decision.refuse(episode)
+    rig.clock.advance(20.0)
+    assert rig.decision.refuse(episode)
+    rig.clock.advance(-500.0)
+    assert rig.decision.refused_until(episode) == rig.clock.now() + 40.0
+
+
 @pytest.mark.parametrize("max_blocks", [0, -1, -192])
 def test_r70_nothing_to_restore_is_nothing_to_do(max_blocks: int, rig: Rig, log: Log) -> None:
     episode = rig.begin(num_blocks=max_blocks, position=640, num_tokens=448)

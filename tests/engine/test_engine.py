@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from kvtier.keys import Extras, MediaItem, Namespace, Shard
 from kvtier.layout import KVLayout
 from kvtier.reasons import DropReason
 from kvtier.testing import FakeClock, InlineExecutor
-from kvtier_connectors.contract import KVOptions
+from kvtier_connectors.contract import CopyResult, KVOptions
 from kvtier_engine.config import EngineConfig
 from kvtier_engine.engine import NO_EXTRAS, Engine, TextStream
 from kvtier_engine.errors import EmptyPromptError, PromptTooLongError, RequestError
@@ -246,7 +247,7 @@ def test_the_engine_works_without_kvtier(open_rig: OpenRig) -> None:
 def test_r76_a_reset_from_within_a_step_is_refused_and_changes_nothing(open_rig: OpenRig) -> None:
     class Resetting(TextStream):
         def push(self, token: int) -> str:
-            with pytest.raises(RequestError, match="between steps"):
+            with pytest.raises(RequestError, match="within a step"):
                 rig.engine.reset_cache(preempt_running=True)
             return ""
 
@@ -761,3 +762,120 @@ def test_numpy_tokens_are_tokens(open_rig: OpenRig) -> None:
     rig.prompts["a"] = prompt(8)
     rig.run()
     assert len(rig.finished["a"].token_ids) == 2
+
+
+# ---- each request ends once ------------------------------------------------------------------------------------------
+
+
+class Calling(TextStream):
+    """A stream that does something at each token."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call = call
+
+    def push(self, token: int) -> str:
+        self._call()
+        return ""
+
+
+def ends(rig: EngineRig, steps: int = 30) -> list[tuple[str, str | None]]:
+    """Every last output of the next steps."""
+    outputs: list[RequestOutput] = []
+    for _ in range(steps):
+        outputs += rig.engine.step().outputs
+        rig.engine.check_integrity()
+        rig.executor.run_all()
+    return [(output.request_id, output.finish_reason) for output in outputs if output.finished]
+
+
+def add(rig: EngineRig, request_id: str, max_tokens: int, stream: TextStream | None = None) -> None:
+    rig.engine.add_request(request_id, prompt(5), SamplingParams(max_tokens=max_tokens), stream=stream)
+    rig.prompts[request_id] = prompt(5)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_r74_a_request_aborted_by_its_own_stream_ends_once(open_rig: OpenRig, again: bool) -> None:
+    rig = open_rig()
+
+    def abort() -> None:
+        assert rig.engine.abort("a") is not None
+        if again:
+            add(rig, "a", 2)
+
+    add(rig, "a", 1, Calling(abort))
+    assert ends(rig) == ([("a", FinishReason.LENGTH)] if again else [])
+    rig.verify_quiet()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_r74_a_request_aborted_during_a_forward_that_fails_ends_once(open_rig: OpenRig, again: bool) -> None:
+    rig = open_rig()
+
+    def fail(_batch: Sequence[BatchItem]) -> None:
+        rig.runner.fail = lambda _: None
+        assert rig.engine.abort("a") is not None
+        if again:
+            add(rig, "a", 2)
+        raise RuntimeError("device lost")
+
+    rig.runner.fail = fail
+    add(rig, "a", 3)
+    add(rig, "b", 3)
+    expected = [("b", FinishReason.ERROR), *([("a", FinishReason.LENGTH)] if again else [])]
+    assert ends(rig) == expected
+    rig.verify_quiet()
+
+
+@pytest.mark.parametrize("call", ["step", "flush", "close", "reset_cache"])
+def test_what_belongs_between_steps_is_refused_within_one(open_rig: OpenRig, call: str) -> None:
+    rig = open_rig()
+    calls: dict[str, Callable[[], object]] = {
+        "step": rig.engine.step,
+        "flush": lambda: rig.engine.flush(1.0),
+        "close": rig.engine.close,
+        "reset_cache": lambda: rig.engine.reset_cache(preempt_running=True),
+    }
+    refused: list[str] = []
+
+    def nest() -> None:
+        with pytest.raises(RequestError) as caught:
+            calls[call]()
+        refused.append(str(caught.value))
+
+    add(rig, "a", 2, Calling(nest))
+    assert ends(rig) == [("a", FinishReason.LENGTH)]
+    assert [message.split()[0] for message in refused] == [call, call]
+    rig.verify_quiet()
+
+
+@pytest.mark.parametrize(
+    ("request_id", "tokens", "params"),
+    [
+        (None, [1], SamplingParams()),
+        ("", [1], SamplingParams()),
+        ([], [1], SamplingParams()),
+        ("a", None, SamplingParams()),
+        ("a", "text", SamplingParams()),
+        ("a", [1], None),
+    ],
+)
+def test_r32_what_is_no_request_gets_one_clear_error(
+    open_rig: OpenRig, request_id: Any, tokens: Any, params: Any
+) -> None:
+    rig = open_rig()
+    with pytest.raises(RequestError) as caught:
+        rig.engine.add_request(request_id, tokens, params)
+    assert caught.value.http_status == 400
+    assert not rig.engine.has_work
+
+
+def test_wait_returns_at_once_while_there_are_results_to_look_at(open_rig: OpenRig) -> None:
+    rig = open_rig(executor=InlineExecutor(), policy="write_through")
+    rig.generate(prompt(9))
+    add(rig, "a", 3)
+    rig.engine.step()
+    rig.engine._results = [CopyResult(10**9, ())]
+    begun = time.monotonic()
+    rig.engine.wait(30.0)
+    assert time.monotonic() - begun < 10.0
+    rig.run()

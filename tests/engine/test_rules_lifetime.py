@@ -182,6 +182,7 @@ def test_r72_a_landing_whose_end_nobody_tells_is_given_up_when_its_budget_is_use
         story.step()
         assert story.num_tokens("again") == 1
     story.land()
+    story.step()
     story.run()
     assert len(story.warnings()) == 1
     story.verify_quiet()
@@ -387,3 +388,18 @@ def test_r82_the_heartbeat_tells_a_wait_from_work_and_from_rest(open_restores: O
         states.append(story.engine.heartbeat.state)
         story.land()
     assert states == [EngineState.IDLE, EngineState.WAITING, EngineState.WORKING, EngineState.WORKING, EngineState.IDLE]
+
+
+def test_r36_a_copy_that_never_ends_is_named_when_a_request_needs_its_blocks(open_restores: Open) -> None:
+    """Given up at its budget, it is waited for no more: the request that cannot do without its blocks is failed."""
+    story = open_landing(open_restores, num_blocks=5, episode_budget_s=10.0)
+    story.step(10.0)
+    assert story.state("again") is WAITING
+    outputs = [output for _ in range(2) for output in story.step(1.0).outputs]
+    (failed,) = outputs
+    assert failed.finish_reason is FinishReason.ERROR
+    assert "restore of again" in str(failed.error)
+    assert not story.engine.has_work
+    story.land()
+    story.step()
+    story.verify_quiet()

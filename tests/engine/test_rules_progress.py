@@ -494,6 +494,24 @@ def test_r9_no_more_run_or_restore_than_max_num_seqs(open_rig: OpenRig) -> None:
     assert len(rig.finished) == 7
 
 
+def test_r2_a_head_that_fits_once_its_cached_blocks_are_pinned_is_admitted(small: OpenRig) -> None:
+    """Pinned, its cached blocks count no longer as taken: it fits with no more blocks free than when it did not."""
+    rig = small(8)
+    rig.generate(prompt(9))
+    cached = [block for _, block in rig.engine.cached_blocks(prompt(9))]
+    others = [block for block in rig.engine.pool.free_queue() if block not in cached]
+    for block in others:
+        rig.engine.pool.pin(block, LEAK)
+    rig.add("a", prompt(9), 2)
+    assert rig.step().num_tokens == 0
+    for block in cached:
+        rig.engine.pool.pin(block, "store")
+    unpin(rig, others[:2])
+    assert rig.step().num_tokens == 1
+    unpin(rig, [*cached, *others[2:]])
+    drain(rig)
+
+
 @pytest.mark.parametrize("limit", [1, 2, 3])
 def test_r10_when_a_batch_takes_fewer_than_run_each_has_its_turn(small: OpenRig, limit: int) -> None:
     rig = small(20, share=0.5, max_num_seqs=5, max_batch_tokens=limit)

@@ -243,7 +243,7 @@ def test_a_landing_writes_the_right_bytes_and_pins_until_it_is_told() -> None:
     blocks = hand.admit("a")
     task = hand.task(TaskKind.LAND)
     assert (task.block_ids, hand.pins()) == (tuple(blocks), 2)
-    assert hand.pool.holders() == {"landing of a": 2}
+    assert hand.pool.holders() == {"restore of a": 2}
     hand.kv.deliver(task)
     assert hand.pins() == 2
     assert hand.collect() == [RestoreOutcome("a", 0, 2)]

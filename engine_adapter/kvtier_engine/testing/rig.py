@@ -54,9 +54,9 @@ def tiny_settings(host_blocks: int, policy: str = "on_evict", **overrides: objec
     return load_settings(env={}, overrides=sizes | dotted)
 
 
-def tiny_store(settings: Settings) -> Store:
+def tiny_store(settings: Settings, clock: Clock | None = None) -> Store:
     """A store whose size does not depend on the machine, and without a thread of its own."""
-    return Store(settings, memory=ENOUGH_MEMORY, touch=False)
+    return Store(settings, memory=ENOUGH_MEMORY, touch=False, clock=clock)
 
 
 def namespace_of(runner: ModelRunner, model: str = "fake") -> Namespace:
@@ -239,7 +239,7 @@ class EngineRig:
         executor: Executor | None = None,
         store: Store | None = None,
         model: str = "fake",
-        make_store: Callable[[Settings], Store] = tiny_store,
+        make_store: Callable[[Settings], Store] | None = None,
         kvtier: bool = True,
         clock: Clock | None = None,
         eos_token_ids: Sequence[int] = (),
@@ -254,6 +254,8 @@ class EngineRig:
         self.executor = executor if isinstance(executor, ManualExecutor) else ManualExecutor()
         self._is_manual = executor is None
         settings = tiny_settings(host_blocks, policy, **overrides)
+        clock = clock or FakeClock()
+        make_store = make_store or (lambda settings: tiny_store(settings, clock))
         self._own_store = make_store(settings) if store is None and kvtier else None
         self.store = store or self._own_store
         try:
@@ -265,7 +267,7 @@ class EngineRig:
                 eos_token_ids=eos_token_ids,
                 store=self.store,
                 executor=self.executor if executor is None else executor,
-                clock=clock or FakeClock(),
+                clock=clock,
                 make_sampler=cast("Callable[[SamplingParams], Sampler]", FakeSampler),
                 open_connector=open_connector,
             )

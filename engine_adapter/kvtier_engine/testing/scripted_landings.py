@@ -15,12 +15,14 @@ __all__ = ["Landing", "ScriptedLandings"]
 
 @dataclass(eq=False, slots=True)
 class Landing:
-    """One request's copy. is_wanted: the request still waits for it. is_valid: no reset came between."""
+    """One request's copy. is_wanted: the request still waits for it. is_valid: no reset came between. is_given_up: its
+    time was over."""
 
     task: Task
     first_block: int
     is_wanted: bool = True
     is_valid: bool = True
+    is_given_up: bool = False
 
     @property
     def num_landed(self) -> int:
@@ -44,7 +46,7 @@ class ScriptedLandings:
     ) -> Landing:
         task = self._far.begin(TaskKind.LAND, request_id, digests, block_ids)
         for block_id in block_ids:
-            self._pool.pin(block_id, f"landing of {request_id}")
+            self._pool.pin(block_id, f"restore of {request_id}")
         landing = self._running[task.task_id] = Landing(task, first_block)
         self._planned.append(task)
         return landing
@@ -77,6 +79,10 @@ class ScriptedLandings:
     def pinned(self) -> list[int]:
         """Every destination, as often as it is pinned."""
         return [block_id for landing in self._running.values() for block_id in landing.task.block_ids]
+
+    def given_up(self) -> int:
+        """Blocks whose end nobody waits for."""
+        return sum(landing.task.num_blocks for landing in self._running.values() if landing.is_given_up)
 
     def wanted(self) -> set[str]:
         """Requests that wait for a landing."""

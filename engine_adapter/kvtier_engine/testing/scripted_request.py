@@ -37,8 +37,8 @@ def query(
 class ScriptedRequest:
     """From its arrival to its end.
 
-    epoch: resets before it began. waits: the engine was told to wait for it. refused_at: its first refusal, while it
-    waits for GPU blocks. lookup, stage, landing: what is under way for it, and still wanted.
+    epoch: resets before it began. waits: the engine was told to wait for it. lookup, stage, landing: what is under way
+    for it, and still wanted.
     """
 
     info: RequestInfo
@@ -47,7 +47,6 @@ class ScriptedRequest:
     block_tokens: int
     waits: bool = False
     was_admitted: bool = False
-    refused_at: float | None = None
     lookup: Task | None = None
     stage: Task | None = None
     landing: Landing | None = None

@@ -128,9 +128,7 @@ class ScriptedScheduler(ConnectorScheduler):
         if not goes_on or record.phase is not RestorePhase.READY:
             self._end_wait(record)
             return goes_on
-        if record.refused_at is None:
-            record.refused_at = self._far.clock.now()
-            self._refused[request_id] = record
+        self._refused[request_id] = record
         if self.decision.refresh_due(record.episode) and self._tiers.lower:
             self.decision.refreshing(record.episode)
             record.lookup = self._ask(record)
@@ -179,7 +177,7 @@ class ScriptedScheduler(ConnectorScheduler):
         jobs = [task.job() for task in self.landings.plan()]
         if self.store_all:
             jobs += [task.job() for task in self.stores.begin()]
-        return TransferPlan(tuple(jobs), self.num_copying)
+        return TransferPlan(tuple(jobs), self.num_copying - self.landings.given_up())
 
     def complete(self, results: Sequence[CopyResult]) -> list[RestoreOutcome]:
         outcomes: list[RestoreOutcome] = []
@@ -198,7 +196,7 @@ class ScriptedScheduler(ConnectorScheduler):
         self.landings.void()
         for record in self._requests.values():
             if record.landing is None:
-                was_waiting = record.waits
+                was_waiting = record.waits or record.request_id in self._ready
                 self._give_up(record)
                 self.decision.end(record.episode)
                 if was_waiting:
@@ -340,14 +338,16 @@ class ScriptedScheduler(ConnectorScheduler):
 
     def _time_over(self, record: ScriptedRequest, before: RestorePhase) -> list[RestoreOutcome]:
         """A wait ended by itself: what it waited for, should it come, is of no use to this request."""
-        outcomes: list[RestoreOutcome] = []
         task, record.stage = record.stage, None
         if before is RestorePhase.STAGING and task is not None:
             self._staged(record, task, MissReason.TIMEOUT)
-            return outcomes
+            return []
+        outcomes: list[RestoreOutcome] = []
         if before is RestorePhase.LANDING and record.landing is not None:
-            first, must_fail = record.landing.first_block, record.episode.must_fail
-            outcomes.append(RestoreOutcome(record.request_id, first, 0, must_fail=must_fail, is_abandoned=True))
+            landing, must_fail = record.landing, record.episode.must_fail
+            landing.is_given_up = True
+            name, first = record.request_id, landing.first_block
+            outcomes.append(RestoreOutcome(name, first, 0, must_fail=must_fail, is_abandoned=True))
             self._give_up(record)
         self._enter(record)
         return outcomes
@@ -379,7 +379,6 @@ class ScriptedScheduler(ConnectorScheduler):
         return [outcome]
 
     def _end_wait(self, record: ScriptedRequest) -> None:
-        record.refused_at = None
         self._refused.pop(record.request_id, None)
 
     def _give_up(self, record: ScriptedRequest) -> None:
@@ -395,6 +394,7 @@ class ScriptedScheduler(ConnectorScheduler):
     def _next_deadline(self) -> float | None:
         """When the first wait ends by itself: for a tier, a copy, or GPU blocks."""
         ends = [record.episode.deadline for record in self._active.values()]
-        bound = self._settings.capacity_bound_s
-        ends += [record.refused_at + bound for record in self._refused.values() if record.refused_at is not None]
+        refused = [self.decision.refused_until(record.episode) for record in self._refused.values()]
+        now = self._far.clock.now()  # a wait for GPU blocks that is over ends at the next refusal
+        ends += [end for end in refused if end is not None and end > now]
         return min((end for end in ends if end is not None), default=None)

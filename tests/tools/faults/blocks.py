@@ -37,15 +37,11 @@ MUTANTS: list[Mutant] = [
         name="publish after write: a failing forward publishes",
         rules=(16,),
         file=ENGINE,
-        old=(
-            '            outputs = [self._fail(share.request, f"the forward failed: {error!r}") for share in '
-            "scheduled]\n"
-        ),
+        old="            outputs = [self._fail(request, why) for request in live]\n",
         new=(
             "            for share in scheduled:\n"
             "                self.scheduler.confirm(share, None, 0.0)\n"
-            '            outputs = [self._fail(share.request, f"the forward failed: {error!r}") for share in '
-            "scheduled]\n"
+            "            outputs = [self._fail(request, why) for request in live]\n"
         ),
         tests=(f"{BLOCK_TESTS}::*_r16_*",),
     ),
@@ -78,10 +74,10 @@ MUTANTS: list[Mutant] = [
         name="each look at what waits is counted",
         rules=(18,),
         file=RESTORING,
-        old="        return self._look_up(request, num_local, max_blocks)\n",
+        old="        return self._host.look_up(request, num_local, max_blocks)\n",
         new=(
             "        self._space.count_lookup(max_blocks, 0, MissReason.ABSENT, None)\n"
-            "        return self._look_up(request, num_local, max_blocks)\n"
+            "        return self._host.look_up(request, num_local, max_blocks)\n"
         ),
         tests=(f"{BLOCK_TESTS}::test_r18_*",),
     ),

@@ -213,7 +213,7 @@ MUTANTS: list[Mutant] = [
         name="a store that is not told over is waited for",
         rules=(81,),
         file=STORING,
-        old="        self._abandon_overdue()\n",
+        old="        self.give_up_overdue()\n",
         new="",
         tests=(f"{STORING_TESTS}::test_r81_a_copy_*",),
     ),

@@ -9,6 +9,7 @@ BATCH = "engine_adapter/kvtier_engine/batch.py"
 CAPACITY = "engine_adapter/kvtier_engine/capacity.py"
 EPISODE = "kvtier/episode.py"
 LANDING = "connectors/kvtier_connectors/landing.py"
+MATCHING = "connectors/kvtier_connectors/matching.py"
 RESTORE = "kvtier/restore.py"
 RESTORE_PROGRESS = "kvtier/progress.py"
 RESTORING = "connectors/kvtier_connectors/restoring.py"
@@ -418,9 +419,9 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="what the engine lost is computed",
         rules=(67,),
-        file=RESTORING,
-        old="return is_open and num_local < arrival.first_block",
-        new="return is_open and num_local < 0",
+        file=MATCHING,
+        old="return is_open and not episode.is_told and num_local < arrival.first_block",
+        new="return is_open and not episode.is_told and num_local < 0",
         tests=(f"{RESTORING_TESTS}::test_r67_a_prefix_*",),
     ),
     Mutant(
@@ -450,7 +451,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="a restore of nothing is looked up",
         rules=(70,),
-        file=RESTORE,
+        file=RESTORE_PROGRESS,
         old="        elif not episode.max_blocks:\n",
         new="        elif episode.max_blocks is None:\n",
         tests=(f"{DECISION_TESTS}::test_r70_nothing_*",),

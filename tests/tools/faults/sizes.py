@@ -96,9 +96,9 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="who reaches the length was stopped",
         rules=(34,),
-        file=ENGINE,
-        old="            return FinishReason.LENGTH\n",
-        new="            return FinishReason.STOP\n",
+        file="engine_adapter/kvtier_engine/outputs.py",
+        old="        return FinishReason.LENGTH\n",
+        new="        return FinishReason.STOP\n",
         tests=(f"{SIZING_TESTS}::test_r34_*",),
     ),
     Mutant(
