@@ -6,7 +6,6 @@ from tests.tools.mutation import Mutant
 
 CAPACITY = "engine_adapter/kvtier_engine/capacity.py"
 CONFIG = "engine_adapter/kvtier_engine/config.py"
-ENGINE = "engine_adapter/kvtier_engine/engine.py"
 INTAKE = "engine_adapter/kvtier_engine/intake.py"
 SAMPLING = "engine_adapter/kvtier_engine/sampling.py"
 
