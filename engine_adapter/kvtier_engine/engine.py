@@ -172,8 +172,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Keep stepping while this holds: requests are unfinished, copies still touch the pool, or what the last step
-        published has yet to be looked at by the connector."""
+        """Keep stepping while this holds: for requests, copies that touch the pool, and what was published just now."""
         return self.num_unfinished > 0 or self._copies_in_flight > 0 or self._just_published
 
     # ---- steps ---------------------------------------------------------------------------------------------------
@@ -329,17 +328,17 @@ class Engine:
         self.scheduler.begin_compute()
         seconds, begun_at = 0.0, self._clock.now()
         try:
-            tokens = self._execute(batch)
-            seconds = self._clock.now() - begun_at
-        except Exception as error:  # the model's failure is the batch's, not the engine's
-            logger.exception("the forward of %d requests failed", len(scheduled))
-            why = f"the forward failed: {error!r}"
-            live = [share.request for share in scheduled if share.request.finish_reason is None]
-            outputs = [self._fail(request, why) for request in live]
-        else:
-            outputs = self._take_tokens(scheduled, batch, tokens)
-        self.scheduler.end_compute(seconds)
-        return outputs
+            try:
+                tokens = self._execute(batch)
+                seconds = self._clock.now() - begun_at
+            except Exception as error:  # the model's failure is the batch's, not the engine's
+                logger.exception("the forward of %d requests failed", len(scheduled))
+                why = f"the forward failed: {error!r}"
+                live = [share.request for share in scheduled if share.request.finish_reason is None]
+                return [self._fail(request, why) for request in live]
+            return self._take_tokens(scheduled, batch, tokens)
+        finally:  # whatever interrupts a step holds blocks back no longer than it
+            self.scheduler.end_compute(seconds)
 
     def _take_tokens(
         self, scheduled: Sequence[Scheduled], batch: Sequence[BatchItem], tokens: Sequence[int | None]

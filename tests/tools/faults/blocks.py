@@ -37,11 +37,11 @@ MUTANTS: list[Mutant] = [
         name="publish after write: a failing forward publishes",
         rules=(16,),
         file=ENGINE,
-        old="            outputs = [self._fail(request, why) for request in live]\n",
+        old="                return [self._fail(request, why) for request in live]\n",
         new=(
-            "            for share in scheduled:\n"
-            "                self.scheduler.confirm(share, None, 0.0)\n"
-            "            outputs = [self._fail(request, why) for request in live]\n"
+            "                for share in scheduled:\n"
+            "                    self.scheduler.confirm(share, None, 0.0)\n"
+            "                return [self._fail(request, why) for request in live]\n"
         ),
         tests=(f"{BLOCK_TESTS}::*_r16_*",),
     ),
