@@ -16,6 +16,7 @@ __all__ = [
     "RestoreEpisode",
     "RestorePhase",
     "RestoreQuery",
+    "SEARCHING",
     "Stopwatch",
     "TierPart",
     "clip",
@@ -42,6 +43,8 @@ class RestorePhase(StrEnum):
     """Nothing more is restored."""
 
 
+SEARCHING = frozenset({RestorePhase.LOOKING, RestorePhase.STAGING})
+"""Phases in which blocks are on their way to host memory, or about to be."""
 ACTIVE = frozenset({RestorePhase.LOOKING, RestorePhase.STAGING, RestorePhase.LANDING})
 """Phases in which it waits for a tier or a copy: they have a deadline and use up the budget."""
 

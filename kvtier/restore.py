@@ -10,6 +10,7 @@ from kvtier.clock import Clock
 from kvtier.config import RestoreSettings
 from kvtier.episode import (
     HOST,
+    SEARCHING,
     Cause,
     RestoreEpisode,
     RestorePhase,
@@ -46,8 +47,6 @@ RETRIED = frozenset(
     }
 )
 """After these a new lookup may find another way to the block, or fewer blocks and those for sure."""
-
-SEARCHING = frozenset({RestorePhase.LOOKING, RestorePhase.STAGING})
 
 
 class RestoreDecision:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from kvtier.clock import Clock
+from kvtier.episode import HOST, SEARCHING
 from kvtier.keys import BlockDigest
 from kvtier.located import Located, Source
 from kvtier.reasons import MissReason
@@ -26,8 +27,6 @@ MAX_ACTIVE = 64
 """Requests for which tiers read at once: enough to keep any device busy. Others wait for one of them to end."""
 MAX_TURNS = 64
 """Waiting requests that a step begins to stage, at most, so that it stays short."""
-HOST = "host"
-WAITS = frozenset({RestorePhase.LOOKING, RestorePhase.STAGING})
 
 
 @dataclass(eq=False, slots=True)
@@ -65,7 +64,7 @@ class Arrival:
     @property
     def is_waiting(self) -> bool:
         """Whether blocks are on their way to host memory, or about to be."""
-        return self.episode.phase in WAITS
+        return self.episode.phase in SEARCHING
 
     @property
     def is_running(self) -> bool:
