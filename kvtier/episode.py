@@ -121,6 +121,10 @@ class Stopwatch:
         """The time at which it will read so much."""
         return self._began_at + seconds
 
+    def excuse(self, seconds: float) -> None:
+        """So much of the time since it was made does not count."""
+        self._began_at += seconds
+
     def has_reached(self, now: float, seconds: float) -> bool:
         """Whether it reads so much by now: from the very moment that `when` says, however the difference rounds."""
         self.read(now)

@@ -35,8 +35,8 @@ logger = logging.getLogger("kvtier.store")
 MAX_QUEUED_JOBS = 1024
 """Reads, and as many writes, that wait for a thread. A read of a prompt's blocks is one job for each 8 MiB."""
 QUEUED_SHARE = 4
-"""Blocks on their way down may hold this part of host memory: it cannot be evicted meanwhile."""
-MAX_QUEUED_BYTES = 1 << 30
+"""Blocks on their way down may hold this part of host memory, which cannot be evicted meanwhile: an engine whose pool
+turns over offers as much as it holds at once, and a prefix that finds no room loses all behind it."""
 RESET_TIMEOUT_S = 10.0
 POLL_S = 0.1
 MIN_CLOSE_S = 0.5
@@ -105,7 +105,7 @@ class LowerTier:
             self.tier,
             self.executor,
             clock,
-            max_bytes=min(pool.buffer.nbytes // QUEUED_SHARE, MAX_QUEUED_BYTES),
+            max_bytes=pool.buffer.nbytes // QUEUED_SHARE,
             min_uses=settings.min_uses,
             # A rate is kept by waiting on a thread: one waits, and the others are there for reads.
             max_jobs=1 if self._throttle is not None else settings.threads,

@@ -145,7 +145,7 @@ class RestoreProgress:
         self.leave(episode)
         episode.cause = self._cause(episode, reason, tier)
         has_time = episode.active_s < self._budget_s(RestorePhase.LOOKING)
-        if has_time and episode.attempts < self._settings.max_attempts:
+        if has_time and episode.attempts < self._settings.max_attempts and not episode.is_told:
             self.look(episode)
             return
         episode.miss = reason
@@ -182,6 +182,10 @@ class RestoreProgress:
         if not is_final:
             return
         episode.is_cut = False
+        self.tell(episode)
+
+    def tell(self, episode: RestoreEpisode) -> None:
+        """What it went for in vain; once."""
         cause, num_missing = episode.cause, episode.num_missing
         if cause is None or not num_missing or episode.is_told:
             return

@@ -34,6 +34,7 @@ logger = logging.getLogger("kvtier.restore")
 
 ANSWER_LIFETIME_S = 20.0
 """How long a lookup's answer is relied on: at half of it, it is asked for again."""
+REFRESHED = frozenset({RestorePhase.READY, RestorePhase.STAGING})
 RETRIED = frozenset(
     {
         MissReason.ABSENT,
@@ -131,6 +132,8 @@ class RestoreDecision:
         nobody waits for is ignored.
         """
         if self._ends_refresh(episode):
+            if episode.phase is RestorePhase.STAGING:
+                return self._answered_anew(episode, parts)
             is_held = num_leading_host(parts) >= episode.num_blocks
             return episode.phase if is_held else self._lost(episode, parts)
         if episode.phase is not RestorePhase.LOOKING:
@@ -173,17 +176,24 @@ class RestoreDecision:
             self._progress.stage_over(episode, episode.num_host, episode.time_over, is_cut=True)
         return episode.phase
 
+    def excuse(self, episode: RestoreEpisode, seconds: float) -> None:
+        """So much of the wait under way does not count: others were before it, whatever the tiers did."""
+        if episode.watch is not None and seconds > 0:
+            episode.watch.excuse(seconds)
+            episode.deadline = None if episode.deadline is None else episode.deadline + seconds
+            episode.latest_end += seconds
+
     def refresh_due(self, episode: RestoreEpisode) -> bool:
-        """Whether what it waits with is to be looked up again: the answer is half its lifetime old, and none is under
-        way."""
+        """Whether what it waits with, READY or for its stage to begin, is to be looked up again: the answer is half its
+        lifetime old, and none is under way."""
         watch = episode.answered_at
-        if episode.phase is not RestorePhase.READY or episode.is_refreshing or watch is None:
+        if episode.phase not in REFRESHED or episode.is_refreshing or episode.is_told or watch is None:
             return False
         return watch.has_reached(self._clock.now(), ANSWER_LIFETIME_S / 2)
 
     def refreshing(self, episode: RestoreEpisode) -> None:
         """Its blocks are being looked up again: `answered` or `not_answered` will say how they stand."""
-        episode.is_refreshing = episode.phase is RestorePhase.READY
+        episode.is_refreshing = episode.phase in REFRESHED
 
     def staged(
         self,
@@ -236,15 +246,20 @@ class RestoreDecision:
         phase = episode.phase
         if phase is not RestorePhase.READY and (phase not in SEARCHING or not is_permanent):
             return phase is not RestorePhase.OVER
+        if episode.is_told:
+            return False
         if not is_permanent:
             if not self._waits.refuse(episode):
                 return True
             self._progress.tally.num_expired += 1
         self._progress.go_for(episode, episode.num_blocks)
-        waited_s = self._waits.end(episode, "is computed")
+        waited_s = self._waits.end(episode, "waits no longer")
         episode.cause = Cause(MissReason.CAPACITY, HOST, waited_s, self._settings.capacity_bound_s)
         episode.miss = MissReason.CAPACITY
-        self._progress.rest(episode, 0)
+        if is_permanent:
+            self._progress.rest(episode, 0)
+        else:
+            self._progress.tell(episode)
         return False
 
     def refused_until(self, episode: RestoreEpisode) -> float | None:
@@ -368,11 +383,21 @@ class RestoreDecision:
 
     def _ends_refresh(self, episode: RestoreEpisode) -> bool:
         """Whether the lookup that ended was the refresh of an answer."""
-        if episode.phase is not RestorePhase.READY or not episode.is_refreshing:
+        if episode.phase not in REFRESHED or not episode.is_refreshing:
             return False
         episode.is_refreshing = False
         episode.answered_at = Stopwatch(self._clock.now())
         return True
+
+    def _answered_anew(self, episode: RestoreEpisode, found: Sequence[TierPart]) -> RestorePhase:
+        """Before its stage begins: what it goes for may be elsewhere by now, or no longer be there."""
+        parts = clip(found, episode.num_blocks)
+        if num_blocks_of(parts) < episode.num_blocks:
+            return self._decide(episode, found)
+        episode.parts, episode.num_host = parts, num_leading_host(parts)
+        if episode.num_host == episode.num_blocks:
+            self._progress.rest(episode, episode.num_blocks)
+        return episode.phase
 
     def _lost(self, episode: RestoreEpisode, found: Sequence[TierPart]) -> RestorePhase:
         """Host memory gave up what it waits with: decide anew, as after a lookup."""

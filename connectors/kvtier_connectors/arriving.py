@@ -2,73 +2,29 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
 
 from kvtier.clock import Clock
-from kvtier.episode import HOST, SEARCHING
+from kvtier.episode import HOST
 from kvtier.keys import BlockDigest
 from kvtier.located import Located, Source
 from kvtier.reasons import MissReason
-from kvtier.restore import RestoreDecision, RestoreEpisode, RestorePhase, TierPart
+from kvtier.restore import RestoreDecision, RestorePhase, TierPart
 from kvtier.stage import Stage
 from kvtier.staging import Stager
 from kvtier.store import Space
+from kvtier_connectors.arrival import Arrival, Keep, Queue
 from kvtier_connectors.faults import CAUGHT
 from kvtier_connectors.hooks import hook
+from kvtier_connectors.turns import MAX_TURNS, StageTurns
 
-__all__ = ["HOST", "MAX_ACTIVE", "Arrival", "ArrivalFlow"]
+__all__ = ["HOST", "MAX_ACTIVE", "ArrivalFlow"]
 
 MAX_ACTIVE = 64
 """Requests for which tiers read at once: enough to keep any device busy. Others wait for one of them to end."""
-MAX_TURNS = 64
-"""Waiting requests that a step begins to stage, at most, so that it stays short."""
-
-
-@dataclass(eq=False, slots=True)
-class Arrival:
-    """One request's attempt to restore: the episode that decides, and the stage that brings its blocks.
-
-    digests: of all the request's blocks; the list grows as tokens come.
-    """
-
-    episode: RestoreEpisode
-    digests: Sequence[BlockDigest]
-    block_tokens: int
-    stage: Stage | None = None
-    found: Located | None = None
-    """The last answer, while it waits for its turn to be staged."""
-    queued_bytes: int = 0
-    """What the tiers were to read before its stage began."""
-    begun_at: float = 0.0
-    """When its stage began."""
-    arrived: Counter[str] = field(default_factory=Counter)
-    """Blocks that its stages brought, by tier."""
-    has_turn: bool = False
-    """It waited, and is the next to be staged."""
-
-    @property
-    def first_block(self) -> int:
-        """The first block that it goes for."""
-        return self.episode.position // self.block_tokens
-
-    @property
-    def end_block(self) -> int:
-        """The block behind the last one that it goes for."""
-        return self.first_block + self.episode.num_blocks
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether blocks are on their way to host memory, or about to be."""
-        return self.episode.phase in SEARCHING
-
-    @property
-    def is_running(self) -> bool:
-        return self.stage is not None and not self.stage.done
 
 
 class ArrivalFlow:
@@ -78,9 +34,9 @@ class ArrivalFlow:
     admission included, are at most half of host memory. Others are *pending*: in the order in which they came they
     begin when one of these ends, and each gives up when its own wait is over.
 
-    Mutable state: `_new` (to be looked up at the next poll), `_running`, `_pending` and `_resting` (that wait for their
-    admission without leases), which are apart; `_leased`, each block once for every stage that is not closed; `_timers`
-    of the pending, and `_seen_at`, when they were last looked at.
+    Mutable state: `_new` (to be looked up at the next poll), `_running`, `_pending`, `_resting` and `_kept` (that wait
+    for their admission without leases, or with those of their stage), which are apart; `_leased`, each block once for
+    every stage that is not closed.
     """
 
     def __init__(
@@ -102,12 +58,10 @@ class ArrivalFlow:
         self._max_leased = max(1, space.capacity_blocks // 2)
         self._new: dict[Arrival, None] = {}
         self._running: dict[Arrival, None] = {}
-        self._pending: dict[Arrival, None] = {}
+        self._pending = StageTurns(decision, clock)
         self._resting: dict[Arrival, None] = {}
+        self._kept = Queue()
         self._leased: Counter[BlockDigest] = Counter()
-        self._timers: list[tuple[float, int, Arrival]] = []
-        self._serials = itertools.count()
-        self._seen_at = clock.now()
         self._is_full = False  # the first of the pending was refused, and nothing has ended since
 
     @property
@@ -124,11 +78,12 @@ class ArrivalFlow:
 
     def poll(self) -> list[Arrival]:
         """Advance all that wait; returns those that wait no more. O(running), and the timers that ran out."""
+        self._pending.tick()
         self._observe_first()
         ended = [arrival for arrival in list(self._new) if self._has_ended(arrival)]
         # The last first: one that is given up lets the next be read, which would be in vain if that is given up too.
         ended += reversed([arrival for arrival in reversed(list(self._running)) if self._has_ended(arrival)])
-        for others in (self._overdue(), self._refreshed(), self._next_turns()):
+        for others in (self._pending.overdue(), self._refreshed(), self._next_turns()):
             try:
                 ended.extend(arrival for arrival in others if self._has_ended(arrival))
             except CAUGHT as error:
@@ -139,10 +94,7 @@ class ArrivalFlow:
         """When the first wait ends by itself."""
         if self._new:
             return self._clock.now()
-        ends = [arrival.episode.deadline for arrival in self._running]
-        while self._timers and self._timers[0][2] not in self._pending:
-            heapq.heappop(self._timers)
-        ends += [self._timers[0][0]] if self._timers else []
+        ends = [*(arrival.episode.deadline for arrival in self._running), self._pending.next_deadline()]
         return min((end for end in ends if end is not None), default=None)
 
     def give_up(self, arrival: Arrival) -> None:
@@ -152,13 +104,20 @@ class ArrivalFlow:
         if arrival.is_waiting:  # it was to be looked up, for the first time or again
             self._decision.end(arrival.episode)
 
+    def expire(self, arrival: Arrival) -> None:
+        """Its wait for GPU blocks was too long: it waits for nothing more, and what is there for it stays."""
+        if arrival.episode.phase is RestorePhase.READY:
+            self._resting.pop(arrival, None)
+        else:
+            self.close(arrival)
+
     def close(self, arrival: Arrival) -> None:
         """Let go of what its stage brought, and wait no more for the rest. Idempotent."""
-        for queue in (self._new, self._running, self._pending, self._resting):
+        for queue in (self._new, self._running, self._resting):
             queue.pop(arrival, None)
-        stage, arrival.stage, arrival.found = arrival.stage, None, None
-        if stage is not None:
-            self._release(stage)
+        self._pending.discard(arrival)
+        arrival.found = None
+        self._let_go(arrival)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when queues and leases disagree. For tests."""
@@ -191,7 +150,7 @@ class ArrivalFlow:
             self._decision.end(arrival.episode)
         if not arrival.is_waiting:
             self._running.pop(arrival, None)
-            self._pending.pop(arrival, None)
+            self._pending.discard(arrival)
             self._rest(arrival)
 
     def _advance(self, arrival: Arrival) -> bool:
@@ -201,8 +160,14 @@ class ArrivalFlow:
             return True
         if arrival in self._running:
             return self._poll_stage(arrival)
-        if arrival in self._pending and not arrival.has_turn:
-            return self._poll_pending(arrival)
+        if arrival in self._pending:
+            if not arrival.has_turn:
+                return self._poll_pending(arrival)
+            self._pending.settle(arrival)
+            if self._decision.refresh_due(arrival.episode):
+                self._decision.refreshing(arrival.episode)
+                self._look(arrival)
+                return True
         return self._begin_stage(arrival)
 
     def _look(self, arrival: Arrival) -> None:
@@ -235,9 +200,10 @@ class ArrivalFlow:
 
     def _poll_pending(self, arrival: Arrival) -> bool:
         """Its time may be over."""
+        self._pending.settle(arrival)
         self._decision.poll(arrival.episode)
         if arrival.is_waiting:
-            self._set_timer(arrival)
+            self._pending.look_later(arrival)
             return False
         self._end_stage(arrival)
         return True
@@ -248,11 +214,10 @@ class ArrivalFlow:
         chosen = found.first(episode.num_blocks)
         if (self._pending and not arrival.has_turn) or not self._has_room(chosen):
             arrival.has_turn = False
-            self._pending[arrival] = None
-            self._set_timer(arrival)
+            self._pending.add(arrival)
             return False
         arrival.has_turn = False
-        self._pending.pop(arrival, None)
+        self._pending.discard(arrival)
         wait_s = episode.stage_wait_s
         if episode.is_blind:  # it may be prolonged
             wait_s = episode.latest_end - self._clock.now()
@@ -303,7 +268,7 @@ class ArrivalFlow:
         """Its stage, or the wait for it to begin, is over: tell what came."""
         stage, episode = arrival.stage if arrival in self._running else None, arrival.episode
         self._running.pop(arrival, None)
-        self._pending.pop(arrival, None)
+        self._pending.discard(arrival)
         self._is_full = False
         if stage is None:  # it never began: that of an attempt before has been told of
             num_host = 0 if arrival.found is None else arrival.found.num_host
@@ -320,44 +285,36 @@ class ArrivalFlow:
     # ---- turns ---------------------------------------------------------------------------------------------------
 
     def _has_room(self, chosen: Located) -> bool:
-        if len(self._running) >= MAX_ACTIVE:
-            return False
-        num_new = sum(digest not in self._leased for digest in chosen.digests)
+        return len(self._running) < MAX_ACTIVE and self._has_room_for(chosen.digests)
+
+    def _make_room(self, arrival: Arrival, chosen: Located) -> bool:
+        """Whether there is room to stage it, when those that go after it let go of what is kept for them."""
+        while not (has_room := self._has_room(chosen)) and len(self._running) < MAX_ACTIVE:
+            last = self._kept.last
+            if last is None or last.order < arrival.order:
+                break
+            self._let_go(last)
+            self._rest_unkept(last)
+        return has_room
+
+    def _has_room_for(self, digests: Sequence[BlockDigest]) -> bool:
+        num_new = sum(digest not in self._leased for digest in digests)
         return len(self._leased) + num_new <= self._max_leased or not self._leased
 
     def _next_turns(self) -> Iterator[Arrival]:
         """Those of the pending for which there is room now, in their order."""
         for _ in range(MAX_TURNS):
-            arrival = next(iter(self._pending), None)
+            arrival = self._pending.first
             if arrival is None or self._is_full:
-                return
+                break
             assert arrival.found is not None
-            if not self._has_room(arrival.found.first(arrival.episode.num_blocks)):
+            if not self._make_room(arrival, arrival.found.first(arrival.episode.num_blocks)):
                 self._is_full = True
-                return
+                break
             arrival.has_turn = True
             yield arrival
-
-    def _set_timer(self, arrival: Arrival) -> None:
-        """Look at a pending one when its wait is over."""
-        if len(self._timers) > 2 * len(self._pending) + MAX_TURNS:
-            self._timers = [timer for timer in self._timers if timer[2] in self._pending]
-            heapq.heapify(self._timers)
-        due = arrival.episode.deadline
-        heapq.heappush(self._timers, (self._clock.now() if due is None else due, next(self._serials), arrival))
-
-    def _overdue(self) -> Iterator[Arrival]:
-        """Pending ones whose wait is over."""
-        now = self._clock.now()
-        if now < self._seen_at:  # the clock went back, and these would come as much too late: look when they are due
-            self._timers = [(now, next(self._serials), arrival) for arrival in self._pending]
-        self._seen_at = now
-        for _ in range(MAX_TURNS):
-            if not (self._timers and self._timers[0][0] <= now):
-                return
-            arrival = heapq.heappop(self._timers)[2]
-            if arrival in self._pending:
-                yield arrival
+        is_held = self._is_full and len(self._running) < MAX_ACTIVE
+        self._pending.is_held = is_held and len(self._kept) > 0 and len(self._pending) > 0
 
     def _refreshed(self) -> Iterator[Arrival]:
         """Look up again what ready ones wait with, when the answer is old; those that lost it and are to be staged."""
@@ -376,15 +333,50 @@ class ArrivalFlow:
                 self._rest(arrival)
 
     def _rest(self, arrival: Arrival) -> None:
-        """It waits for its admission. What a stage brought is leased; other blocks may leave host memory meanwhile."""
-        arrival.found = None
-        if arrival.episode.phase is RestorePhase.READY and arrival.stage is None:
+        """It waits for its admission. What a stage brought is leased, and so is what was there, while there is room;
+        other blocks may leave host memory meanwhile."""
+        arrival.found, arrival.has_turn = None, False
+        if arrival.episode.phase is not RestorePhase.READY:
+            return
+        if arrival.stage is not None or self._keep(arrival):
+            self._kept.add(arrival)
+        else:
+            self._rest_unkept(arrival)
+
+    def _rest_unkept(self, arrival: Arrival) -> None:
+        if not arrival.episode.is_told:  # else nothing is looked up for it again
             self._resting[arrival] = None
 
-    def _release(self, stage: Stage) -> None:
+    def _keep(self, arrival: Arrival) -> bool:
+        digests = arrival.digests[arrival.first_block : arrival.end_block]
+        first = self._pending.first
+        if (first is not None and first.order < arrival.order) or not self._has_room_for(digests):
+            return False
+        owner = self._space.owner(f"wait of {arrival.episode.request_id}")
+        try:
+            is_held = len(self._space.lease(digests, owner)) == len(digests)
+        except CAUGHT as error:
+            self._report("lease", error)
+            is_held = False
+        if not is_held:
+            owner.close()
+            return False
+        arrival.keep = Keep(digests, owner)
+        self._leased.update(digests)
+        return True
+
+    def _let_go(self, arrival: Arrival) -> None:
+        """Of what is leased for it."""
+        self._kept.discard(arrival)
+        kept, arrival.stage, arrival.keep = (arrival.stage, arrival.keep), None, None
+        for keep in kept:
+            if keep is not None:
+                self._release(keep)
+
+    def _release(self, keep: Stage | Keep) -> None:
         self._is_full = False
-        self._leased.subtract(stage.digests)
-        for digest in stage.digests:
+        self._leased.subtract(keep.digests)
+        for digest in keep.digests:
             if not self._leased[digest]:
                 del self._leased[digest]
-        stage.close()
+        keep.close()

@@ -6,7 +6,7 @@ import operator
 from dataclasses import dataclass
 
 from kvtier.restore import RestoreQuery
-from kvtier_connectors.arriving import Arrival
+from kvtier_connectors.arrival import Arrival
 from kvtier_connectors.contract import RequestInfo
 from kvtier_connectors.landing import Landing
 
@@ -25,11 +25,11 @@ class LiveRequest:
     epoch_digest: bytes
     num_local_blocks: int
     num_tokens: int
+    order: tuple[int, int]
+    """Its priority, and which of all the requests it is."""
     was_admitted: bool = False
     is_retrying: bool = False
     """Its last copies failed, and it is matched and admitted once more."""
-    is_refused: bool = False
-    """It gave up waiting for GPU blocks."""
     arrival: Arrival | None = None
     landing: Landing | None = None
 

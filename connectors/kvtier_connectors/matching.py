@@ -7,7 +7,7 @@ from collections.abc import Callable
 from kvtier.reasons import MissReason
 from kvtier.restore import RestorePhase
 from kvtier.store import Lookup, Space
-from kvtier_connectors.arriving import Arrival
+from kvtier_connectors.arrival import Arrival
 from kvtier_connectors.contract import Match
 from kvtier_connectors.faults import CAUGHT
 from kvtier_connectors.live import LiveRequest, check_index

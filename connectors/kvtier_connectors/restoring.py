@@ -13,7 +13,8 @@ from kvtier.reasons import MissReason
 from kvtier.restore import RestoreDecision, RestoreEpisode, RestorePhase, TierPart
 from kvtier.staging import Stager
 from kvtier.store import Space
-from kvtier_connectors.arriving import HOST, Arrival, ArrivalFlow
+from kvtier_connectors.arrival import Arrival
+from kvtier_connectors.arriving import HOST, ArrivalFlow
 from kvtier_connectors.contract import (
     NO_RESTORES,
     BlockPoolView,
@@ -94,7 +95,7 @@ class RestoreFlow:
             episode = self.decision.look_again(before.episode, query)
         else:
             episode = self.decision.again(before.episode, query)
-        request.arrival = Arrival(episode, request.info.digests, self._block_tokens)
+        request.arrival = Arrival(episode, request.info.digests, self._block_tokens, request.order)
         self.arrivals.begin(request.arrival)
         if episode.must_fail:
             self._freed[request.request_id] = None
@@ -102,7 +103,7 @@ class RestoreFlow:
     def requeue(self, request: LiveRequest) -> None:
         """It was preempted. Copies into its blocks, which it lost, end on their own."""
         self._forget(request)
-        request.is_refused = request.is_retrying = False
+        request.is_retrying = False
         self.start(request)
 
     def match(self, request: LiveRequest, num_local: int, max_blocks: int) -> Match:
@@ -131,9 +132,8 @@ class RestoreFlow:
             return True
         self._refused.pop(request, None)
         self._lost.pop(request, None)
-        request.is_refused = True
         if arrival is not None:
-            self.arrivals.close(arrival)
+            self.arrivals.expire(arrival)
         return False
 
     def admit(self, request: LiveRequest, num_local: int, max_blocks: int, block_ids: Sequence[int]) -> int:
@@ -229,8 +229,6 @@ class RestoreFlow:
         """Why nothing is restored for it now: it may not, or what host memory has for it is computed faster by now."""
         if (why := self._why_off(request)) is not None:
             return why
-        if request.is_refused:
-            return MissReason.CAPACITY
         if (arrival := request.arrival) is None or arrival.episode.phase is not RestorePhase.READY:
             return None
         return None if self.decision.is_worth_landing(arrival.episode) else MissReason.COST
@@ -245,7 +243,7 @@ class RestoreFlow:
         request.num_local_blocks = num_local
         episode = self.decision.begin(request.query(self._block_tokens, may_restore=True))
         self.decision.answered(episode, [TierPart(HOST, num_blocks)])
-        request.arrival = Arrival(episode, request.info.digests, self._block_tokens)
+        request.arrival = Arrival(episode, request.info.digests, self._block_tokens, request.order)
         if arrival is not None:
             self.arrivals.close(arrival)
             request.arrival.arrived = arrival.arrived

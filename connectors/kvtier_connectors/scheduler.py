@@ -124,6 +124,7 @@ class KVTierScheduler(ConnectorScheduler):
         self._evicted: deque[BlockDigest] = deque(maxlen=MAX_NOTED_EVICTIONS)
         self._evicted_lock = threading.Lock()
         self._closed = False
+        self._orders = itertools.count()
         self._unsubscribe = space.on_evict(self._note_evictions)
 
     # ---- the contract --------------------------------------------------------------------------------------------
@@ -132,7 +133,8 @@ class KVTierScheduler(ConnectorScheduler):
     def start_request(self, request: RequestInfo) -> None:
         self._notice_reset()
         self.finish_request(request.request_id)
-        record = LiveRequest(request, self._epoch_digest, request.num_local_blocks, request.num_tokens)
+        order = (request.options.priority, next(self._orders))
+        record = LiveRequest(request, self._epoch_digest, request.num_local_blocks, request.num_tokens, order)
         self._requests[request.request_id] = record
         self._restores.start(record)
 

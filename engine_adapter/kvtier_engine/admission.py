@@ -124,7 +124,7 @@ class Admission:
         for candidates before it that were passed."""
         request = candidate.request
         local = self._tables.find_local(request)
-        num_taken = self._needed(request, len(local)) + self._pool.num_free_of(local)
+        num_taken = self.ledger.needed(request, len(local)) + self._pool.num_free_of(local)
         room = self._pool.num_free - self.ledger.credits(running) - candidate.num_held - num_promised
         return Fitting(local, num_taken) if num_taken <= room else None
 
@@ -205,20 +205,13 @@ class Admission:
 
     def _probe(self, request: Request) -> _Probe:
         local = self._tables.find_local(request)
-        num_needed = self._needed(request, len(local))
+        num_needed = self.ledger.needed(request, len(local))
         num_taken = num_needed + self._pool.num_free_of(local)
         if self._connector is None or request.restore_expired:
             return _Probe(is_restore=False, num_needed=num_needed, num_taken=num_taken)
         num_local = len(local)
         match = self._connector.match(request.request_id, num_local, request.max_reusable_blocks - num_local)
         return _Probe(match.num_blocks > 0, num_needed, num_taken, match.is_staging)
-
-    def _needed(self, request: Request, num_local: int) -> int:
-        num_needed = self.ledger.needed(request, num_local)
-        if not request.restore_expired:
-            return num_needed
-        chunk = min(len(request.tokens), num_local * request.block_tokens + self._config.max_batch_tokens)
-        return min(num_needed, request.blocks_for(chunk) - num_local)
 
     def _refuse(self, request: Request, probe: _Probe, *, is_first: bool) -> _Probe:
         """Too few blocks: account for it; what it would take from here on, which is less when its restore expires."""

@@ -65,14 +65,13 @@ class Roster:
 
     def start(self, request: Request, local: Sequence[int]) -> None:
         """Give a waiting request a slot and its cached blocks; begin a restore for what the tiers hold behind them."""
-        may_restore = not request.restore_expired
         self._dequeue(request)
         self._tables.share(request, local)
         if not request.was_admitted:
             request.gpu_hit_tokens = request.num_computed
         self.running.append(request)
         request.state = RequestState.RUNNING
-        if self._connector is not None and self._begin_restore(self._connector, request, may_restore=may_restore):
+        if self._connector is not None and self._begin_restore(self._connector, request):
             request.state = RequestState.RESTORING
         else:
             request.was_admitted = True
@@ -149,10 +148,10 @@ class Roster:
         self._pool.release(request.forget_blocks())
         request.state = RequestState.WAITING
 
-    def _begin_restore(self, connector: ConnectorScheduler, request: Request, *, may_restore: bool) -> bool:
+    def _begin_restore(self, connector: ConnectorScheduler, request: Request) -> bool:
         num_local = len(request.block_table)
         max_blocks = request.max_reusable_blocks - num_local
-        num_blocks = connector.match(request.request_id, num_local, max_blocks).num_blocks if may_restore else 0
+        num_blocks = connector.match(request.request_id, num_local, max_blocks).num_blocks
         blocks = (self._pool.allocate(num_blocks) or []) if num_blocks else []
         num_landing = connector.admit(request.request_id, num_local, max_blocks, blocks)
         self._pool.release(blocks[num_landing:])
