@@ -11,6 +11,7 @@ from kvtier.reasons import MissReason
 
 __all__ = [
     "ACTIVE",
+    "ANSWERED",
     "HOST",
     "Cause",
     "RestoreEpisode",
@@ -47,6 +48,8 @@ SEARCHING = frozenset({RestorePhase.LOOKING, RestorePhase.STAGING})
 """Phases in which blocks are on their way to host memory, or about to be."""
 ACTIVE = frozenset({RestorePhase.LOOKING, RestorePhase.STAGING, RestorePhase.LANDING})
 """Phases in which it waits for a tier or a copy: they have a deadline and use up the budget."""
+ANSWERED = frozenset({RestorePhase.STAGING, RestorePhase.READY})
+"""Phases in which it waits with an answer, which grows old."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +206,8 @@ class RestoreEpisode:
     cause: Cause | None = None
     """Why it did not get all of these, as far as that is a failure."""
     is_told: bool = False
+    is_expired: bool = False
+    """READY for too long: nothing more is looked for, and what is in host memory may land when it is admitted."""
     is_blind: bool = False
     """Its stage began before it was measured what computing and its tiers take."""
     latest_end: float = 0.0

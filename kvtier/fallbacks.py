@@ -23,8 +23,9 @@ class Fallback:
     """A request computes what it had hoped to restore, or fails for want of it.
 
     tier: the tiers that it was to come from; `any` where none had answered yet, `host` for the copy to the GPU.
-    num_blocks, num_tokens: what is computed instead. waited_s, limit_s: what it waited, and might have, in the
-    wait that ended it. is_fatal: the engine ends the request (`restore.on_failure`).
+    num_blocks, num_tokens: what is computed instead. waited_s, limit_s: what it waited, and might have, in the wait
+    that ended it. is_fatal: the engine ends the request (`restore.on_failure`). may_land: it is admitted as an ordinary
+    prompt, and what is in host memory for it by then is not computed after all.
     """
 
     request_id: str
@@ -35,6 +36,7 @@ class Fallback:
     limit_s: float
     reason: MissReason
     is_fatal: bool = False
+    may_land: bool = False
 
 
 class FallbackLog:
@@ -66,7 +68,7 @@ class FallbackLog:
             self.num_held_back += 1
             return
         logger.warning(
-            "request %s: %d blocks, %d tokens, %s: not restored from tier %s (%s), waited %.3f s, limit %.3f s%s",
+            "request %s: %d blocks, %d tokens, %s: not restored from tier %s (%s), waited %.3f s, limit %.3f s%s%s",
             fallback.request_id,
             fallback.num_blocks,
             fallback.num_tokens,
@@ -75,6 +77,7 @@ class FallbackLog:
             fallback.reason.value,
             fallback.waited_s,
             fallback.limit_s,
+            ", unless host memory has them when there is room" if fallback.may_land else "",
             self._tell_held_back("; before it, of "),
         )
 

@@ -7,13 +7,13 @@ from math import inf
 from kvtier.choice import RestoreCosts
 from kvtier.clock import Clock
 from kvtier.config import RestoreSettings
-from kvtier.episode import ACTIVE, Cause, RestoreEpisode, RestorePhase, RestoreQuery
+from kvtier.episode import ACTIVE, HOST, Cause, RestoreEpisode, RestorePhase, RestoreQuery
 from kvtier.fallbacks import Fallback, FallbackLog
 from kvtier.metrics import RestoreTally
 from kvtier.reasons import MissReason
 from kvtier.waits import CapacityWaits
 
-__all__ = ["RestoreProgress"]
+__all__ = ["RETRIED", "RestoreProgress"]
 
 FIRST_WAIT_S = 1.0
 """The most that is waited while it is not known what computing takes."""
@@ -25,6 +25,20 @@ UNASKED = frozenset({MissReason.NOT_STAGED, MissReason.LIMIT, MissReason.RESTORE
 """Why a stage may end short without having failed: nothing was waited for in vain."""
 FAILURES = frozenset({MissReason.TIER_ERROR, MissReason.DAMAGED, MissReason.LAND_FAILED})
 """What `restore.on_failure` is about; the others are a cache's ordinary misses."""
+
+RETRIED = frozenset(
+    {
+        MissReason.ABSENT,
+        MissReason.EVICTED,
+        MissReason.BEING_STORED,
+        MissReason.TIER_ERROR,
+        MissReason.DAMAGED,
+        MissReason.TIER_DOWN,
+        MissReason.HOST_FULL,
+        MissReason.BACKLOG,
+    }
+)
+"""After these a new lookup may find another way to the block, or fewer blocks and those for sure."""
 
 
 class RestoreProgress:
@@ -139,13 +153,27 @@ class RestoreProgress:
         episode.wanted = episode.wanted or episode.max_blocks
         self.rest(episode, 0)
 
+    def expire(self, episode: RestoreEpisode, *, is_permanent: bool) -> None:
+        """It waits for GPU blocks no longer: what is in host memory for it may land as an ordinary prompt's, unless
+        they will never be there."""
+        self.go_for(episode, episode.num_blocks)
+        waited_s = self._waits.end(episode, "waits no longer")
+        episode.cause = Cause(MissReason.CAPACITY, HOST, waited_s, self._settings.capacity_bound_s)
+        episode.miss = MissReason.CAPACITY
+        if is_permanent:
+            self.rest(episode, 0)
+            return
+        self.tally.num_expired += 1
+        episode.is_expired = True
+        self.tell(episode)
+
     def fail(self, episode: RestoreEpisode, num_blocks: int, reason: MissReason, tier: str) -> None:
         """A stage or a copy failed: look again, or go on with the leading blocks that are in host memory."""
         is_failure = episode.phase is RestorePhase.LANDING or reason in FAILURES
         self.leave(episode)
         episode.cause = self._cause(episode, reason, tier)
         has_time = episode.active_s < self._budget_s(RestorePhase.LOOKING)
-        if has_time and episode.attempts < self._settings.max_attempts and not episode.is_told:
+        if has_time and episode.attempts < self._settings.max_attempts and not episode.is_expired:
             self.look(episode)
             return
         episode.miss = reason
@@ -202,6 +230,7 @@ class RestoreProgress:
                 cause.limit_s,
                 cause.reason,
                 episode.must_fail,
+                episode.is_expired,
             )
         )
 

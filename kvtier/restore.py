@@ -9,9 +9,9 @@ from kvtier.choice import RestoreCosts
 from kvtier.clock import Clock
 from kvtier.config import RestoreSettings
 from kvtier.episode import (
+    ANSWERED,
     HOST,
     SEARCHING,
-    Cause,
     RestoreEpisode,
     RestorePhase,
     RestoreQuery,
@@ -23,7 +23,7 @@ from kvtier.episode import (
 )
 from kvtier.fallbacks import Fallback, FallbackLog
 from kvtier.metrics import RestoreStatus
-from kvtier.progress import RestoreProgress
+from kvtier.progress import RETRIED, RestoreProgress
 from kvtier.reasons import MissReason
 from kvtier.review import StageReview
 from kvtier.waits import CapacityWaits
@@ -34,20 +34,6 @@ logger = logging.getLogger("kvtier.restore")
 
 ANSWER_LIFETIME_S = 20.0
 """How long a lookup's answer is relied on: at half of it, it is asked for again."""
-REFRESHED = frozenset({RestorePhase.READY, RestorePhase.STAGING})
-RETRIED = frozenset(
-    {
-        MissReason.ABSENT,
-        MissReason.EVICTED,
-        MissReason.BEING_STORED,
-        MissReason.TIER_ERROR,
-        MissReason.DAMAGED,
-        MissReason.TIER_DOWN,
-        MissReason.HOST_FULL,
-        MissReason.BACKLOG,
-    }
-)
-"""After these a new lookup may find another way to the block, or fewer blocks and those for sure."""
 
 
 class RestoreDecision:
@@ -177,8 +163,12 @@ class RestoreDecision:
         return episode.phase
 
     def excuse(self, episode: RestoreEpisode, seconds: float) -> None:
-        """So much of the wait under way does not count: others were before it, whatever the tiers did."""
-        if episode.watch is not None and seconds > 0:
+        """So much of the wait under way, at most all of it, does not count: others were before it, whatever the tiers
+        did."""
+        if episode.watch is None:
+            return
+        seconds = min(seconds, episode.watch.read(self._clock.now()))
+        if seconds > 0:
             episode.watch.excuse(seconds)
             episode.deadline = None if episode.deadline is None else episode.deadline + seconds
             episode.latest_end += seconds
@@ -187,13 +177,13 @@ class RestoreDecision:
         """Whether what it waits with, READY or for its stage to begin, is to be looked up again: the answer is half its
         lifetime old, and none is under way."""
         watch = episode.answered_at
-        if episode.phase not in REFRESHED or episode.is_refreshing or episode.is_told or watch is None:
+        if episode.phase not in ANSWERED or episode.is_refreshing or episode.is_expired or watch is None:
             return False
         return watch.has_reached(self._clock.now(), ANSWER_LIFETIME_S / 2)
 
     def refreshing(self, episode: RestoreEpisode) -> None:
         """Its blocks are being looked up again: `answered` or `not_answered` will say how they stand."""
-        episode.is_refreshing = episode.phase in REFRESHED
+        episode.is_refreshing = episode.phase in ANSWERED and not episode.is_expired
 
     def staged(
         self,
@@ -240,26 +230,18 @@ class RestoreDecision:
     def refuse(self, episode: RestoreEpisode, *, is_permanent: bool = False) -> bool:
         """The request could run now, but for the GPU blocks that its restore needs. True: ask again. False: compute it.
 
-        False once `restore.capacity_bound_s` has passed since the first refusal, and at once where the blocks will
-        never be there.
+        False once `restore.capacity_bound_s` has passed since the first refusal: it is an ordinary prompt from here on,
+        for which nothing more is looked for; what is in host memory for it when it is admitted may still land. False at
+        once, and nothing lands, where the blocks will never be there.
         """
         phase = episode.phase
         if phase is not RestorePhase.READY and (phase not in SEARCHING or not is_permanent):
             return phase is not RestorePhase.OVER
-        if episode.is_told:
+        if episode.is_expired:
             return False
-        if not is_permanent:
-            if not self._waits.refuse(episode):
-                return True
-            self._progress.tally.num_expired += 1
-        self._progress.go_for(episode, episode.num_blocks)
-        waited_s = self._waits.end(episode, "waits no longer")
-        episode.cause = Cause(MissReason.CAPACITY, HOST, waited_s, self._settings.capacity_bound_s)
-        episode.miss = MissReason.CAPACITY
-        if is_permanent:
-            self._progress.rest(episode, 0)
-        else:
-            self._progress.tell(episode)
+        if not (is_permanent or self._waits.refuse(episode)):
+            return True
+        self._progress.expire(episode, is_permanent=is_permanent)
         return False
 
     def refused_until(self, episode: RestoreEpisode) -> float | None:
@@ -383,7 +365,7 @@ class RestoreDecision:
 
     def _ends_refresh(self, episode: RestoreEpisode) -> bool:
         """Whether the lookup that ended was the refresh of an answer."""
-        if episode.phase not in REFRESHED or not episode.is_refreshing:
+        if episode.phase not in ANSWERED or not episode.is_refreshing:
             return False
         episode.is_refreshing = False
         episode.answered_at = Stopwatch(self._clock.now())

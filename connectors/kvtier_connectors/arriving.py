@@ -76,6 +76,10 @@ class ArrivalFlow:
         """It is to be looked up once more, at the next poll."""
         self._new[arrival] = None
 
+    def note_step(self, *, has_computed: bool) -> None:
+        """The engine's last step is over, and whether it computed anything."""
+        self._pending.is_engine_busy = has_computed
+
     def poll(self) -> list[Arrival]:
         """Advance all that wait; returns those that wait no more. O(running), and the timers that ran out."""
         self._pending.tick()
@@ -215,6 +219,7 @@ class ArrivalFlow:
         if (self._pending and not arrival.has_turn) or not self._has_room(chosen):
             arrival.has_turn = False
             self._pending.add(arrival)
+            self._is_full = self._is_full and self._pending.first is not arrival
             return False
         arrival.has_turn = False
         self._pending.discard(arrival)
@@ -285,7 +290,8 @@ class ArrivalFlow:
     # ---- turns ---------------------------------------------------------------------------------------------------
 
     def _has_room(self, chosen: Located) -> bool:
-        return len(self._running) < MAX_ACTIVE and self._has_room_for(chosen.digests)
+        has_room = not self._leased or self._has_room_for(chosen.digests)  # one alone may, whatever it takes
+        return has_room and len(self._running) < MAX_ACTIVE
 
     def _make_room(self, arrival: Arrival, chosen: Located) -> bool:
         """Whether there is room to stage it, when those that go after it let go of what is kept for them."""
@@ -299,7 +305,7 @@ class ArrivalFlow:
 
     def _has_room_for(self, digests: Sequence[BlockDigest]) -> bool:
         num_new = sum(digest not in self._leased for digest in digests)
-        return len(self._leased) + num_new <= self._max_leased or not self._leased
+        return len(self._leased) + num_new <= self._max_leased
 
     def _next_turns(self) -> Iterator[Arrival]:
         """Those of the pending for which there is room now, in their order."""
@@ -344,7 +350,7 @@ class ArrivalFlow:
             self._rest_unkept(arrival)
 
     def _rest_unkept(self, arrival: Arrival) -> None:
-        if not arrival.episode.is_told:  # else nothing is looked up for it again
+        if not arrival.episode.is_expired:  # else nothing is looked up for it again
             self._resting[arrival] = None
 
     def _keep(self, arrival: Arrival) -> bool:

@@ -327,8 +327,8 @@ class ConnectorScheduler(ABC):
         """The engine has a place for this request, but not the blocks that its restore and the rest of it need now.
 
         True: go on waiting, and ask again in the next step. False: it has waited for `restore.capacity_bound_s` since
-        the first refusal; recompute it, by ordinary admission: one warning, and `match` finds nothing for it from here
-        on. is_permanent: the blocks will never be there: False at once.
+        the first refusal; one warning. Admit it as any prompt: nothing more is brought for it, and what `match` finds
+        in host memory then lands. is_permanent: the blocks will never be there: False at once, and nothing lands.
         """
 
     @abstractmethod

@@ -64,7 +64,8 @@ class HostMatch:
         if found is None:
             return NOTHING_HELD
         end = num_local + found.num_blocks
-        explained = arrival.episode.miss if arrival is not None and end >= arrival.end_block else None
+        is_told = arrival is not None and (end >= arrival.end_block or arrival.episode.is_expired)
+        explained = arrival.episode.miss if arrival is not None and is_told else None
         if found.miss is not None:
             return Match(found.num_blocks, explained or found.miss)
         is_short = num_wanted < max_blocks and end < len(request.info.digests)

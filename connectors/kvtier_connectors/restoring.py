@@ -199,6 +199,7 @@ class RestoreFlow:
         """What the engine's last step computed, and what is before a request that arrives now."""
         self.decision.observe_prefill(work.num_tokens, work.num_pairs, work.seconds)
         self.decision.set_backlog(work.backlog_tokens)
+        self.arrivals.note_step(has_computed=work.seconds > 0)
 
     def void(self) -> None:
         """The cache was reset: let every attempt come to nothing."""

@@ -21,11 +21,12 @@ HELD_LOOK_S = 0.1
 class StageTurns:
     """Requests whose stage cannot begin yet. Engine's thread only.
 
-    Each gives up when its own wait is over. While they are *held*, by staged blocks of requests that wait for the
-    engine, no time counts: these go first, whatever the tiers do, and theirs is ordinary queueing.
+    Each gives up when its own wait is over. While they are *held*, by what is kept for requests that wait for the
+    engine, and the engine computes, no time counts: others go first, whatever the tiers do, and that is ordinary
+    queueing. An engine that computes nothing does not make them wait for long.
 
-    Mutable state: `_waiting`; `_timers`, at the latest when each of them is to be looked at; `is_held`, and `_held_s`,
-    how long they were in all; `_seen_at`.
+    Mutable state: `_waiting`; `_timers`, at the latest when each of them is to be looked at; `is_held` and
+    `is_engine_busy`, and `_held_s`, how long they were both in all; `_seen_at`.
     """
 
     def __init__(self, decision: RestoreDecision, clock: Clock) -> None:
@@ -37,6 +38,7 @@ class StageTurns:
         self._seen_at = clock.now()
         self._held_s = 0.0
         self.is_held = False
+        self.is_engine_busy = False
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -68,7 +70,7 @@ class StageTurns:
         now = self._clock.now()
         if now < self._seen_at:  # the clock went back, and timers would ring as much too late: look when each is due
             self._timers = [(now, next(self._serials), arrival) for arrival in self._waiting]
-        elif self.is_held:
+        elif self._has_stopped:
             self._held_s += now - self._seen_at
         self._seen_at = now
 
@@ -96,6 +98,10 @@ class StageTurns:
             heapq.heappop(self._timers)
         return self._timers[0][0] if self._timers else None
 
+    @property
+    def _has_stopped(self) -> bool:
+        return self.is_held and self.is_engine_busy
+
     def _set_timer(self, arrival: Arrival) -> None:
         if len(self._timers) > 2 * len(self._waiting) + MAX_TURNS:
             self._timers = [timer for timer in self._timers if timer[2] in self._waiting]
@@ -103,5 +109,5 @@ class StageTurns:
         now, due = self._clock.now(), arrival.episode.deadline
         when = now if due is None else due
         heapq.heappush(
-            self._timers, (max(when, now + HELD_LOOK_S) if self.is_held else when, next(self._serials), arrival)
+            self._timers, (max(when, now + HELD_LOOK_S) if self._has_stopped else when, next(self._serials), arrival)
         )

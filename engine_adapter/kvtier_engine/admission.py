@@ -63,8 +63,8 @@ class Admission:
     """Tests the first of the waiting, once a step, for a slot and blocks; owns what that needs to remember.
 
     A request fits when all of it and one more token do, beside what admitted prompts still need: then it can end
-    whatever comes. One whose restore waited too long needs blocks for its first chunk only, and competes for the others
-    as it goes.
+    whatever comes. One whose restore waited too long is an ordinary prompt, for which nothing is kept but what is for
+    the first of them.
 
     Engine's thread only. Cost: while nothing changes, as many requests as are capacity waiters; else the first of the
     queue, a bounded number, of which only those are looked at closely for which there may be more room.
@@ -124,7 +124,7 @@ class Admission:
         for candidates before it that were passed."""
         request = candidate.request
         local = self._tables.find_local(request)
-        num_taken = self.ledger.needed(request, len(local)) + self._pool.num_free_of(local)
+        num_taken = self._needed(request, len(local)) + self._pool.num_free_of(local)
         room = self._pool.num_free - self.ledger.credits(running) - candidate.num_held - num_promised
         return Fitting(local, num_taken) if num_taken <= room else None
 
@@ -205,13 +205,21 @@ class Admission:
 
     def _probe(self, request: Request) -> _Probe:
         local = self._tables.find_local(request)
-        num_needed = self.ledger.needed(request, len(local))
+        num_needed = self._needed(request, len(local))
         num_taken = num_needed + self._pool.num_free_of(local)
         if self._connector is None or request.restore_expired:
             return _Probe(is_restore=False, num_needed=num_needed, num_taken=num_taken)
         num_local = len(local)
         match = self._connector.match(request.request_id, num_local, request.max_reusable_blocks - num_local)
         return _Probe(match.num_blocks > 0, num_needed, num_taken, match.is_staging)
+
+    def _needed(self, request: Request, num_local: int) -> int:
+        num_needed = self.ledger.needed(request, num_local)
+        if not request.restore_expired or num_needed <= self._pool.num_blocks:
+            return num_needed
+        # It will never fit whole: it begins, and competes for the rest as it goes.
+        chunk = min(len(request.tokens), num_local * request.block_tokens + self._config.max_batch_tokens)
+        return min(num_needed, request.blocks_for(chunk) - num_local)
 
     def _refuse(self, request: Request, probe: _Probe, *, is_first: bool) -> _Probe:
         """Too few blocks: account for it; what it would take from here on, which is less when its restore expires."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvtier.config import Settings
+from kvtier.keys import make_key
 from kvtier.reasons import MissReason
 from kvtier.store import Store
 from kvtier.testing import FakeClock, ManualExecutor
@@ -31,6 +32,7 @@ from kvtier_engine.testing import ScriptedConnector
 from kvtier_engine.testing.rig import ENOUGH_MEMORY, ConnectorRig, EngineRig
 
 STAGING = Match(0, None, is_staging=True)
+NO_DEMAND = StepDemand(0, 0, 0, StepWork(0, 0.0, 0.0, 0))
 AT_ONCE = KVOptions(max_wait_s=3600.0)
 
 
@@ -66,6 +68,13 @@ class Rig(ConnectorRig):
     def compute_slowly(self) -> None:
         """A token takes a second, so that every restore is worth its wait."""
         self.scheduler.plan_step([], StepDemand(0, 0, 0, StepWork(1000, 0.0, 1000.0, 0)))
+
+    def decode(self, seconds: float) -> None:
+        """Steps that compute no prompt, for so long."""
+        for _ in range(10):
+            self.clock.advance(seconds / 10)
+            self.scheduler.plan_step([], StepDemand(0, 0, 0, StepWork(0, 0.0, seconds / 10, 0)))
+            self.poll()
 
     def put_on_disk(self, *prompts: Sequence[int]) -> None:
         """Store prompts, and leave them on disk alone."""
@@ -481,8 +490,9 @@ def test_r72_copies_that_never_end_are_given_up_when_the_budget_is_over(
     rig.verify_quiet()
 
 
-def test_r48_a_restore_refused_for_its_bound_finds_nothing_any_more(open_disk: OpenDisk) -> None:
-    rig = open_disk(restore__capacity_bound_s=30.0)
+def open_expired(open_disk: OpenDisk, **overrides: Any) -> Rig:
+    """A rig in which "a", of two blocks, has waited for GPU blocks for as long as it may."""
+    rig = open_disk(restore__capacity_bound_s=30.0, **overrides)
     rig.put_on_disk(prompt(2))
     rig.start("a", prompt(2))
     rig.disk_jobs.run_all()
@@ -495,11 +505,53 @@ def test_r48_a_restore_refused_for_its_bound_finds_nothing_any_more(open_disk: O
     assert rig.scheduler.refuse_restore("a")
     rig.clock.advance(1.0)
     assert not rig.scheduler.refuse_restore("a")
-    assert rig.scheduler.match("a", 0, 2) == Match(0, MissReason.CAPACITY)
     assert rig.poll().next_deadline is None
-    assert rig.store.stats().leases == 0, "what it had staged is anyone's"
+    assert rig.stats.restore.capacity_waiters == 0
+    return rig
+
+
+def test_r48_what_was_staged_in_time_lands_after_the_bound_and_no_wait_begins_anew(
+    open_disk: OpenDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = open_expired(open_disk)
+    rig.clock.advance(3600.0)
+    assert rig.poll().num_active == 0
+    assert not rig.scheduler.refuse_restore("a"), "its wait is over for good"
+    assert rig.scheduler.match("a", 0, 2).num_blocks == 2
+    assert rig.admit("a", 2) == 2
+    rig.plan()
+    assert rig.copy_all() == [RestoreOutcome("a", 0, 2)]
+    assert (len(warnings_of(caplog)), rig.stats.restore.fallbacks) == (1, {"capacity": 1})
+    rig.end("a")
+    rig.verify_quiet()
+
+
+def test_r48_what_has_left_host_memory_by_then_is_not_looked_for(
+    open_disk: OpenDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = open_expired(open_disk)
+    for namespace in rig.store.host.namespaces():
+        rig.store.host.reset(namespace)
+    rig.clock.advance(3600.0)
+    rig.poll()
+    assert (rig.poll().num_active, len(rig.disk_jobs)) == (0, 0)
+    assert rig.scheduler.match("a", 0, 2) == Match(0, MissReason.CAPACITY)
     assert rig.admit("a", 2) == 0
     assert rig.store.stats().misses["capacity"] == 2
+    assert len(warnings_of(caplog)) == 1
+    rig.end("a")
+    rig.verify_quiet()
+
+
+def test_r48_a_copy_that_fails_after_the_bound_is_not_tried_again(
+    open_disk: OpenDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = open_expired(open_disk)
+    assert rig.admit("a", 2) == 2
+    (job,) = rig.plan().jobs
+    assert rig.collect([CopyResult(job.job_id, (), CopyFailure.BACKLOG)]) == [RestoreOutcome("a", 0, 0)]
+    assert (rig.poll().num_active, rig.is_staging("a")) == (0, False)
+    assert len(warnings_of(caplog)) == 1
     rig.end("a")
     rig.verify_quiet()
 
@@ -519,13 +571,14 @@ def test_r55_what_will_never_fit_is_refused_at_once(open_disk: OpenDisk) -> None
 def test_r66_what_waits_without_a_lease_is_looked_up_again_and_staged_again_when_it_is_lost(
     open_disk: OpenDisk,
 ) -> None:
-    rig = open_disk()
-    rig.put_on_disk(prompt(2))
-    rig.start("first", prompt(2))
+    rig = open_disk(host_blocks=3)  # of which a third may be kept for those that wait
+    rig.finish("first", rig.compute("first", prompt(2)))
+    rig.store_all()
     rig.disk_jobs.run_all()
-    rig.poll()
-    rig.end("first")
+    rig.pool.reset_cache()
+    rig.plan()
     rig.start("a", prompt(2))
+    assert rig.store.stats().leases == 0
     assert rig.scheduler.match("a", 0, 2) == Match(2, None), "in host memory at once"
     for namespace in rig.store.host.namespaces():
         rig.store.host.reset(namespace)
@@ -536,8 +589,180 @@ def test_r66_what_waits_without_a_lease_is_looked_up_again_and_staged_again_when
     assert rig.is_staging("a")
     rig.disk_jobs.run_all()
     assert rig.poll().ready == ("a",)
-    assert rig.scheduler.match("a", 0, 2) == Match(2, None)
+    assert rig.scheduler.match("a", 0, 2).num_blocks == 1, "as much as one stage may bring"
     rig.end("a")
+    rig.verify_quiet()
+
+
+# ---- turns -----------------------------------------------------------------------------------------------------------
+
+
+def open_full(open_disk: OpenDisk, **overrides: Any) -> Rig:
+    """A rig whose host memory keeps what it may, the four blocks of "first", which waits for the engine; "second"
+    waits for its turn to be staged."""
+    rig = open_disk(host_blocks=8, **overrides)
+    rig.put_on_disk(prompt(4), prompt(4, 100), prompt(4, 200))
+    rig.start("first", prompt(4))
+    rig.start("second", prompt(4, 100))
+    rig.disk_jobs.run_all()
+    assert rig.poll().ready == ("first",)
+    assert (rig.store.stats().leases, len(rig.disk_jobs)) == (4, 0)
+    return rig
+
+
+def serve(rig: Rig, request_id: str) -> None:
+    """Have the engine admit it with all of its blocks, and end it."""
+    assert rig.scheduler.match(request_id, 0, 4) == Match(4, None)
+    assert rig.admit(request_id, 4) == 4
+    rig.plan()
+    assert rig.copy_all() == [RestoreOutcome(request_id, 0, 4)]
+    rig.end(request_id)
+
+
+def test_no_time_counts_while_those_before_it_wait_for_the_engine(
+    open_disk: OpenDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = open_full(open_disk)
+    rig.decode(300.0)
+    assert rig.is_staging("second")
+    serve(rig, "first")
+    rig.poll()
+    rig.disk_jobs.run_all()
+    assert rig.poll().ready == ("second",)
+    serve(rig, "second")
+    assert warnings_of(caplog) == []
+    rig.verify_quiet()
+
+
+def test_time_counts_while_the_engine_computes_nothing(open_disk: OpenDisk, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever keeps the first from running: the engine learns that the second waits for nothing that will come."""
+    rig = open_full(open_disk)
+    rig.decode(300.0)
+    rig.scheduler.plan_step([], NO_DEMAND)
+    rig.clock.advance(4.9)
+    assert rig.poll().ready == ()
+    rig.clock.advance(0.2)
+    assert rig.poll().ready == ("second",)
+    assert ["(timeout)" in line for line in warnings_of(caplog)] == [True]
+    for name in ("first", "second"):
+        rig.end(name)
+    rig.verify_quiet()
+
+
+def test_the_time_before_and_after_counts(open_disk: OpenDisk, caplog: pytest.LogCaptureFixture) -> None:
+    """It may wait for 5 s in all; for a tier that reads for others, and once its own turn has come."""
+    rig = open_disk(host_blocks=8)
+    rig.put_on_disk(prompt(4), prompt(4, 100))
+    rig.start("first", prompt(4))
+    rig.start("second", prompt(4, 100))
+    rig.clock.advance(3.0)
+    rig.disk_jobs.run_all()
+    assert rig.poll().ready == ("first",)
+    rig.decode(100.0)
+    rig.end("first")
+    rig.poll()
+    rig.clock.advance(1.9)
+    assert rig.poll().ready == ()
+    rig.clock.advance(0.2)
+    assert rig.poll().ready == ("second",), "its time is over"
+    assert ["(timeout)" in line for line in warnings_of(caplog)] == [True]
+    rig.end("second")
+    rig.verify_quiet()
+
+
+def test_at_its_turn_it_goes_for_what_is_held_by_then(open_disk: OpenDisk, caplog: pytest.LogCaptureFixture) -> None:
+    rig = open_full(open_disk)
+    rig.start("third", prompt(4, 200))
+    tier = rig.store.lower[0].tier
+    tier.remove([make_key(rig.space.digest, digest) for digest in rig.digests["second"][2:]])
+    tier.remove([make_key(rig.space.digest, digest) for digest in rig.digests["third"]])
+    rig.decode(100.0)
+    rig.end("first")
+    assert rig.poll().ready == ()
+    rig.disk_jobs.run_all()
+    assert rig.poll().ready == ("second",)
+    assert rig.scheduler.match("second", 0, 4).num_blocks == 2
+    rig.end("second")
+    assert rig.poll().ready == ("third",), "nothing is left for it"
+    assert rig.scheduler.match("third", 0, 4).num_blocks == 0
+    assert warnings_of(caplog) == []
+    rig.end("third")
+    rig.verify_quiet()
+
+
+def test_who_came_first_is_staged_first_though_it_lost_its_place(
+    open_disk: OpenDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = open_disk(host_blocks=8)
+    rig.put_on_disk(prompt(4), prompt(4, 100))
+    rig.start("first", prompt(4), num_local_blocks=4)  # the engine has it all
+    rig.start("second", prompt(4, 100))
+    rig.disk_jobs.run_all()
+    assert rig.poll().ready == ("second",)
+    assert rig.scheduler.match("first", 0, 4) == STAGING, "and by now has none of it"
+    rig.poll()
+    rig.disk_jobs.run_all()
+    assert rig.poll().ready == ("first",)
+    assert rig.store.stats().leases == 4, "kept for the first, no longer for the second"
+    serve(rig, "first")
+    assert rig.scheduler.match("second", 0, 4) == Match(4, None), "which is still there, as it happens"
+    serve(rig, "second")
+    assert warnings_of(caplog) == []
+    rig.verify_quiet()
+
+
+def test_what_was_taken_from_a_later_one_is_staged_anew_when_it_is_lost(open_disk: OpenDisk) -> None:
+    rig = open_disk(host_blocks=8)
+    rig.put_on_disk(prompt(4), prompt(4, 100))
+    rig.start("first", prompt(4), num_local_blocks=4)
+    rig.start("second", prompt(4, 100))
+    rig.disk_jobs.run_all()
+    rig.poll()
+    rig.scheduler.match("first", 0, 4)
+    rig.poll()
+    rig.disk_jobs.run_all()
+    rig.poll()
+    for namespace in rig.store.host.namespaces():
+        rig.store.host.remove([make_key(namespace, digest) for digest in rig.digests["second"]])
+    rig.clock.advance(30.0)
+    rig.poll()
+    assert rig.is_staging("second"), "looked up again, and waits for its turn"
+    serve(rig, "first")
+    rig.poll()
+    rig.disk_jobs.run_all()
+    assert rig.poll().ready == ("second",)
+    serve(rig, "second")
+    rig.verify_quiet()
+
+
+def test_a_smaller_priority_goes_first(open_disk: OpenDisk) -> None:
+    rig = open_full(open_disk)
+    rig.start("urgent", prompt(4, 200), options=KVOptions(priority=-1))
+    assert rig.poll().ready == ()
+    rig.disk_jobs.run_all()
+    assert rig.poll().ready == ("urgent",)
+    assert rig.is_staging("second")
+    for name in ("first", "urgent", "second"):
+        rig.end(name)
+    rig.verify_quiet()
+
+
+def test_what_host_memory_has_for_one_that_waits_stays_there(open_disk: OpenDisk) -> None:
+    rig = open_disk(host_blocks=8)
+    rig.finish("before", rig.compute("before", prompt(3)))
+    rig.store_all()
+    rig.pool.reset_cache()
+    rig.plan()
+    rig.start("a", prompt(3))
+    assert rig.store.stats().leases >= 3
+    for number in range(4):
+        rig.finish(f"other {number}", rig.compute(f"other {number}", prompt(4, 100 * (number + 1))))
+        rig.store_all()
+        rig.disk_jobs.run_all()
+    assert rig.scheduler.match("a", 0, 3) == Match(3, None)
+    rig.end("a")
+    rig.disk_jobs.run_all()
+    assert rig.store.stats().leases == 0
     rig.verify_quiet()
 
 

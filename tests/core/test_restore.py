@@ -23,11 +23,10 @@ from kvtier.cost import MAX_AGE_S
 from kvtier.episode import ACTIVE, Stopwatch
 from kvtier.fallbacks import MAX_LINES
 from kvtier.metrics import GAUGES, LABELS, RestoreStatus, StatsCollector
-from kvtier.progress import FIRST_WAIT_S
+from kvtier.progress import FIRST_WAIT_S, RETRIED
 from kvtier.reasons import MissReason
 from kvtier.restore import (
     ANSWER_LIFETIME_S,
-    RETRIED,
     Fallback,
     RestoreDecision,
     RestoreEpisode,
@@ -238,7 +237,7 @@ def test_r47_the_first_refusal_starts_the_wait_and_below_the_bound_it_goes_on(lo
 
 
 @pytest.mark.parametrize("elapsed", [30.0, 30.5])
-def test_r48_at_the_bound_it_is_computed_once_and_for_all_with_one_warning(elapsed: float, log: Log) -> None:
+def test_r48_at_the_bound_its_wait_is_over_once_and_for_all_with_one_warning(elapsed: float, log: Log) -> None:
     rig = Rig(capacity_bound_s=30.0)
     episode = rig.ready("req-7")
     rig.clock.advance(500)
@@ -246,20 +245,34 @@ def test_r48_at_the_bound_it_is_computed_once_and_for_all_with_one_warning(elaps
     rig.clock.advance(elapsed)
     assert rig.decision.poll(episode) is READY
     assert rig.decision.refuse(episode) is False
-    assert (episode.phase, episode.num_blocks, episode.miss) == (OVER, 0, MissReason.CAPACITY)
-    assert rig.fallbacks == [Fallback("req-7", "host", 10, 160, elapsed, 30.0, MissReason.CAPACITY)]
+    assert rig.fallbacks == [Fallback("req-7", "host", 10, 160, elapsed, 30.0, MissReason.CAPACITY, may_land=True)]
     (line,) = log.warnings
     assert all(word in line for word in ("req-7", "160 tokens", "(capacity)", f"waited {elapsed:.3f} s", "limit 30.0"))
+    rig.clock.advance(ANSWER_LIFETIME_S)
     for _ in range(3):
         assert rig.decision.refuse(episode) is False
-        rig.decision.landing(episode, 10)
-        assert rig.answered(episode, host=10) is OVER
-        assert rig.staged(episode, 10, None) is OVER
-        assert rig.decision.landed(episode, 10) is OVER
-        rig.decision.end(episode)
+        assert not rig.decision.refresh_due(episode)
+        rig.decision.refreshing(episode)
+        assert rig.answered(episode, disk=10) is READY, "nothing is looked for any more"
+        assert rig.staged(episode, 10, None) is READY
+    assert (episode.num_blocks, episode.miss) == (10, MissReason.CAPACITY)
+    rig.decision.end(episode)
     status = rig.status
     assert (status.capacity_expired, status.capacity_waiters, status.fallbacks) == (1, 0, {"capacity": 1})
     assert len(log.warnings) == 1
+
+
+@pytest.mark.parametrize("num_landed", [10, 4, 0])
+def test_r48_what_was_there_in_time_may_land_and_nothing_is_tried_again(num_landed: int, log: Log) -> None:
+    rig = Rig(capacity_bound_s=30.0)
+    episode = rig.ready()
+    rig.decision.refuse(episode)
+    rig.clock.advance(30)
+    assert rig.decision.refuse(episode) is False
+    rig.decision.landing(episode, 10)
+    assert episode.phase is LANDING
+    assert rig.decision.landed(episode, num_landed) is OVER
+    assert (rig.status.fallbacks, len(log.warnings)) == ({"capacity": 1}, 1)
 
 
 def test_r49_what_fits_is_granted_at_any_age_without_a_warning(log: Log) -> None:
@@ -383,7 +396,7 @@ def test_a_refusal_before_its_blocks_are_in_host_memory_starts_no_wait(begin: st
 def test_r69_a_bound_of_0_computes_at_the_first_refusal(log: Log) -> None:
     rig = Rig(capacity_bound_s=0.0)
     assert rig.decision.refuse(rig.ready()) is False
-    assert rig.fallbacks == [Fallback("r", "host", 10, 160, 0.0, 0.0, MissReason.CAPACITY)]
+    assert rig.fallbacks == [Fallback("r", "host", 10, 160, 0.0, 0.0, MissReason.CAPACITY, may_land=True)]
     assert len(log.warnings) == 1
     never_refused = rig.ready()
     rig.decision.landing(never_refused, 10)
@@ -614,7 +627,7 @@ def test_r66_only_what_waits_with_an_answer_is_refreshed(rig: Rig) -> None:
     rig.decision.refreshing(landing)
     rig.decision.landing(landing, 10)
     rig.decision.end(over)
-    episodes = [rig.begin(), rig.staging(), landing, over]
+    episodes = [rig.begin(), landing, over]
     rig.clock.advance(ANSWER_LIFETIME_S)
     for episode in episodes:
         phase = episode.phase
@@ -622,6 +635,53 @@ def test_r66_only_what_waits_with_an_answer_is_refreshed(rig: Rig) -> None:
         rig.decision.refreshing(episode)
         assert not episode.is_refreshing
         assert episode.phase is phase
+
+
+def test_r66_what_waits_for_its_stage_to_begin_is_refreshed_and_goes_where_its_blocks_are(log: Log) -> None:
+    rig = Rig(max_wait_s=60.0)
+    same, moved, short, gone = (rig.staging() for _ in range(4))
+    rig.clock.advance(ANSWER_LIFETIME_S / 2)
+    for episode in (same, moved, short, gone):
+        rig.decision.excuse(episode, ANSWER_LIFETIME_S / 2)
+        assert rig.decision.refresh_due(episode)
+        rig.decision.refreshing(episode)
+        assert not rig.decision.refresh_due(episode), "never two at once"
+    assert rig.answered(same, host=2, disk=8) is STAGING
+    assert (same.num_blocks, same.num_host) == (10, 2)
+    assert rig.answered(moved, host=10) is READY
+    assert rig.answered(short, disk=6) is STAGING
+    assert short.num_blocks == 6
+    assert rig.answered(gone) is OVER
+    assert [episode.attempts for episode in (same, moved, short, gone)] == [1, 1, 1, 1]
+    for episode in (same, short):
+        assert rig.staged(episode, episode.num_blocks, None) is READY
+    rig.decision.end(same)
+    assert log.warnings == []
+
+
+def test_r66_an_answer_to_a_stage_that_runs_is_nobodys(rig: Rig) -> None:
+    episode = rig.staging()
+    assert rig.answered(episode, host=1) is STAGING
+    assert rig.decision.not_answered(episode) is STAGING
+    assert episode.num_blocks == 10
+
+
+def test_time_that_others_took_counts_against_no_wait(rig: Rig) -> None:
+    episode = rig.staging()
+    allowed, deadline = episode.allowed_s, episode.deadline
+    assert deadline is not None
+    rig.clock.advance(allowed)
+    rig.decision.excuse(episode, allowed / 2)
+    assert rig.decision.poll(episode) is STAGING
+    assert episode.deadline == pytest.approx(deadline + allowed / 2)
+    rig.clock.advance(allowed / 2)
+    assert rig.decision.poll(episode) is OVER
+    assert episode.waited_s == pytest.approx(allowed)
+    rig.decision.excuse(episode, 1.0)
+    assert episode.deadline is None
+    again = rig.staging()
+    rig.decision.excuse(again, 5.0)
+    assert again.deadline == rig.clock.now() + again.allowed_s, "there was no wait yet to excuse it of"
 
 
 def test_r67_what_the_engine_holds_itself_is_not_restored(rig: Rig, log: Log) -> None:
@@ -655,7 +715,7 @@ def test_r47_who_lost_a_prefix_goes_on_with_its_wait_for_blocks(log: Log) -> Non
     assert rig.decision.refused_until(episode) == rig.clock.now() + 3.0
     rig.clock.advance(3.0)
     assert not rig.decision.refuse(episode)
-    assert rig.fallbacks == [Fallback("r", "host", 13, 13 * B, 60.0, 60.0, MissReason.CAPACITY)]
+    assert rig.fallbacks == [Fallback("r", "host", 13, 13 * B, 60.0, 60.0, MissReason.CAPACITY, may_land=True)]
     assert (rig.status.capacity_waiters, len(log.warnings)) == (0, 1)
 
 
@@ -1519,7 +1579,7 @@ class AnyOrder(RuleBasedStateMachine):
                 if episode.phase is READY:
                     self.refuse(episode)
             self.step(1.0)
-        assert [episode.phase for episode in self.live if episode.phase is not OVER] == []
+        assert [episode.phase for episode in self.live if episode.phase is not OVER and not episode.is_expired] == []
         for episode in self.live:
             self.rig.decision.end(episode)
         self.check()
@@ -1527,16 +1587,16 @@ class AnyOrder(RuleBasedStateMachine):
         assert (status.active_waits, status.capacity_waiters, status.longest_capacity_wait_seconds) == (0, 0, 0.0)
 
     def track(self, episode: RestoreEpisode) -> None:
-        if episode.phase is not READY:
+        if episode.phase is not READY or episode.is_expired:
             self.refused_s.pop(episode.request_id, None)
 
     def refuse(self, episode: RestoreEpisode, *, is_permanent: bool = False) -> None:
-        waits = episode.phase is READY and not is_permanent
+        waits = episode.phase is READY and not (is_permanent or episode.is_expired)
         if waits and episode.request_id not in self.refused_s:
             self.num_refused += 1
             self.refused_s[episode.request_id] = 0.0
         goes_on = self.rig.decision.refuse(episode, is_permanent=is_permanent)
-        assert goes_on == (episode.phase is not OVER)
+        assert goes_on == (episode.phase is not OVER and not episode.is_expired)
         self.track(episode)
 
     def step(self, seconds: float) -> None:
@@ -1565,6 +1625,14 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(seconds=st.floats(-1000.0, 50.0))
     def jump(self, seconds: float) -> None:
         self.step(seconds)
+
+    @rule(data=st.data(), seconds=st.floats(0.0, 5.0))
+    @precondition(lambda self: self.live)
+    def excuse(self, data: st.DataObject, seconds: float) -> None:
+        episode = data.draw(st.sampled_from(self.live))
+        if episode.watch is not None:
+            self.active_s[episode.request_id] -= min(seconds, episode.watch.peek(self.rig.clock.now()))
+        self.rig.decision.excuse(episode, seconds)
 
     @rule(tier=st.sampled_from(["host", "disk", "far"]), seconds=st.floats(1e-4, 5.0), backlog=st.integers(-1, 5000))
     def measure(self, tier: str, seconds: float, backlog: int) -> None:

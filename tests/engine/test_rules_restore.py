@@ -36,40 +36,40 @@ def test_r47_the_first_refusal_starts_the_wait_and_below_the_bound_nothing_is_sa
 
 
 def test_r48_at_the_bound_one_warning_and_the_prompt_is_recomputed_once(open_restores: Open) -> None:
-    """Its first chunk fits where all that it needs to be restored does not."""
-    story = open_refused(open_restores)
+    """By then host memory has none of it."""
+    story = open_refused(open_restores, max_batch_tokens=128)
     story.step(BOUND_S)
-    assert story.state("again") is RUNNING
-    assert story.request("again").num_computed == 63, "what the step had left for it"
+    assert story.state("again") is WAITING, "as any prompt that does not fit"
     [warning] = [line for line in story.recorder.warnings() if line.logger == "kvtier.restore"]
     args = list(warning.args)
     assert {"again", 64} < set(args)
     assert args.count(BOUND_S) == 2, "what it waited, and the bound"
     assert (story.status.capacity_expired, story.status.fallbacks) == (1, {"capacity": 1})
-    story.run()
-    assert story.num_computed("again") == 65 + 1, "each token once, with the first of its output"
-    assert story.num_restored("again") == 0
-    assert len(story.warnings()) == 1
-    story.verify_quiet()
-
-
-def test_r48_an_expired_restore_is_not_tried_again_though_all_blocks_come_back(open_restores: Open) -> None:
-    story = open_restores(max_batch_tokens=128)
-    story.hold(HELD)
-    story.occupy(7)
-    story.add("again", HELD)
-    story.step()
-    story.step(BOUND_S)
-    assert (story.state("again"), len(story.warnings())) == (WAITING, 1), "not even a chunk fits"
     refusals = story.calls_of("refuse_restore")
+    story.step(BOUND_S)
+    story.forget_host()
     story.rig.abort("busy")
     before = story.rig.computed_tokens
     story.step()
-    assert story.state("again") is RUNNING
-    assert story.rig.computed_tokens - before == len(HELD), "each token once"
-    assert refusals == []
+    assert (story.state("again"), story.rig.computed_tokens - before) == (RUNNING, len(HELD))
     story.run()
-    assert (len(story.warnings()), story.status.capacity_expired) == (1, 1)
+    assert story.num_computed("again") == len(HELD) + 1, "each token once, with the first of its output"
+    assert (story.num_restored("again"), refusals, len(story.warnings())) == (0, [], 1)
+    story.verify_quiet()
+
+
+def test_r48_what_is_in_host_memory_lands_though_the_wait_is_over(open_restores: Open) -> None:
+    story = open_refused(open_restores)
+    story.step(BOUND_S)
+    assert (story.state("again"), len(story.warnings())) == (WAITING, 1)
+    refusals = story.calls_of("refuse_restore")
+    story.step(BOUND_S)
+    story.rig.abort("busy")
+    story.step()
+    assert story.state("again") is RESTORING
+    story.run()
+    assert (story.num_restored("again"), story.num_computed("again")) == (4, 2)
+    assert (len(story.warnings()), story.status.capacity_expired, refusals) == (1, 1, [])
     story.verify_quiet()
 
 
@@ -151,22 +151,29 @@ def test_r51_r53_an_expired_restore_holds_nobody_back_and_nobody_is_asked(
         story.connector, "match", lambda name, *rest: STAGING if name == "again" else match(name, *rest)
     )
     story.step()
-    assert story.state("again") is RUNNING, "a connector that would rather wait is not asked"
+    assert story.state("again") is not WAITING, "a connector that would rather wait is not asked"
     monkeypatch.undo()
     story.run()
     story.verify_quiet()
 
 
 def test_r52_a_preemption_after_the_expiry_begins_anew(open_restores: Open) -> None:
-    story = open_refused(open_restores)
+    story = open_refused(open_restores, engine={"policy": "priority"})
     story.step(BOUND_S)
-    assert story.state("again") is RUNNING
-    story.preempt()
     story.rig.abort("busy")
     story.step()
-    assert story.state("again") is RESTORING
-    story.run()
+    assert (story.state("again"), story.status.capacity_waits) == (RESTORING, 1)
+    story.land()
+    story.step()
+    story.preempt()
+    story.add("urgent", prompt(6, 500), 15, URGENT)
+    story.step()
+    assert (story.state("again"), story.status.capacity_waits) == (WAITING, 2), "it may wait as long as before"
+    story.step(BOUND_S - 0.1)
     assert len(story.warnings()) == 1
+    story.step(0.1)
+    assert len(story.warnings()) == 2
+    story.run()
     story.verify_quiet()
 
 
@@ -212,7 +219,8 @@ def test_r69_a_bound_of_zero_recomputes_at_the_first_refusal(open_restores: Open
     story.occupy(4)
     story.add("again", HELD)
     story.step()
-    assert (story.state("again"), len(story.warnings())) == (RUNNING, 1)
+    assert (story.state("again"), len(story.warnings())) == (WAITING, 1)
+    assert (story.stats.restore_capacity_waits, story.status.capacity_expired) == (0, 1)
     story.run()
     story.verify_quiet()
 
@@ -224,7 +232,7 @@ def test_r69_a_clock_that_goes_back_ends_no_wait_and_takes_nothing_off_one(open_
     story.step(29.0)
     assert (story.state("again"), story.warnings()) == (WAITING, [])
     story.step(1.0)
-    assert (story.state("again"), len(story.warnings())) == (RUNNING, 1)
+    assert (story.state("again"), len(story.warnings())) == (WAITING, 1)
     story.run()
     story.verify_quiet()
 
