@@ -355,8 +355,7 @@ class ArrivalFlow:
 
     def _keep(self, arrival: Arrival) -> bool:
         digests = arrival.digests[arrival.first_block : arrival.end_block]
-        first = self._pending.first
-        if (first is not None and first.order < arrival.order) or not self._has_room_for(digests):
+        if not self._has_room_for(digests):
             return False
         owner = self._space.owner(f"wait of {arrival.episode.request_id}")
         try:
@@ -381,6 +380,7 @@ class ArrivalFlow:
 
     def _release(self, keep: Stage | Keep) -> None:
         self._is_full = False
+        self._pending.is_held = self._pending.is_held and len(self._kept) > 0
         self._leased.subtract(keep.digests)
         for digest in keep.digests:
             if not self._leased[digest]:

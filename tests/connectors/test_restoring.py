@@ -516,6 +516,7 @@ def test_r48_what_was_staged_in_time_lands_after_the_bound_and_no_wait_begins_an
     rig = open_expired(open_disk)
     rig.clock.advance(3600.0)
     assert rig.poll().num_active == 0
+    assert rig.store.stats().leases == 2
     assert not rig.scheduler.refuse_restore("a"), "its wait is over for good"
     assert rig.scheduler.match("a", 0, 2).num_blocks == 2
     assert rig.admit("a", 2) == 2
@@ -645,6 +646,21 @@ def test_time_counts_while_the_engine_computes_nothing(open_disk: OpenDisk, capl
     assert rig.poll().ready == ("second",)
     assert ["(timeout)" in line for line in warnings_of(caplog)] == [True]
     for name in ("first", "second"):
+        rig.end(name)
+    rig.verify_quiet()
+
+
+def test_nobody_is_excused_of_what_was_before_it(open_disk: OpenDisk, caplog: pytest.LogCaptureFixture) -> None:
+    rig = open_full(open_disk)
+    rig.decode(300.0)
+    for name in ("second", "first"):
+        rig.end(name)
+    rig.start("a", prompt(4, 100))
+    rig.start("b", prompt(4, 200))
+    rig.clock.advance(5.1)
+    assert set(rig.poll().ready) == {"a", "b"}, "the device gave nothing back in time"
+    assert ["(timeout)" in line for line in warnings_of(caplog)] == [True, True]
+    for name in ("a", "b"):
         rig.end(name)
     rig.verify_quiet()
 

@@ -46,6 +46,7 @@ def test_r48_at_the_bound_one_warning_and_the_prompt_is_recomputed_once(open_res
     assert args.count(BOUND_S) == 2, "what it waited, and the bound"
     assert (story.status.capacity_expired, story.status.fallbacks) == (1, {"capacity": 1})
     refusals = story.calls_of("refuse_restore")
+    story.add("late", prompt(4, 700), 2, APART)
     story.step(BOUND_S)
     story.forget_host()
     story.rig.abort("busy")

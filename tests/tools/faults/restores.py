@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.tools.mutation import Mutant
 
 ADMISSION = "engine_adapter/kvtier_engine/admission.py"
+ARRIVING = "connectors/kvtier_connectors/arriving.py"
 BATCH = "engine_adapter/kvtier_engine/batch.py"
 CAPACITY = "engine_adapter/kvtier_engine/capacity.py"
 EPISODE = "kvtier/episode.py"
@@ -85,6 +86,38 @@ MUTANTS: list[Mutant] = [
         old="return now >= self.when(seconds)",
         new="return now > self.when(seconds)",
         tests=(BOUND_TESTS,),
+    ),
+    Mutant(
+        name="expiry: what is looked for goes on though the wait is over",
+        rules=(48,),
+        file=RESTORE,
+        old="or episode.is_refreshing or episode.is_expired",
+        new="or episode.is_refreshing",
+        tests=(f"{DECISION_TESTS}::test_r48_*",),
+    ),
+    Mutant(
+        name="expiry: a copy that fails afterwards is tried again",
+        rules=(48,),
+        file=RESTORE_PROGRESS,
+        old=" and not episode.is_expired:",
+        new=":",
+        tests=(f"{DECISION_TESTS}::test_r48_*", f"{RESTORING_TESTS}::test_r48_*"),
+    ),
+    Mutant(
+        name="expiry: what is in host memory is computed all the same",
+        rules=(48,),
+        file=RESTORE_PROGRESS,
+        old="        episode.is_expired = True\n        self.tell(episode)\n",
+        new="        self.rest(episode, 0)\n",
+        tests=(BOUND_TESTS,),
+    ),
+    Mutant(
+        name="expiry: what was staged is let go",
+        rules=(48,),
+        file=ARRIVING,
+        old="        if arrival.episode.phase is RestorePhase.READY:\n            self._resting.pop",
+        new="        if False:\n            self._resting.pop",
+        tests=(f"{RESTORING_TESTS}::test_r48_*",),
     ),
     Mutant(
         name="whoever was refused once is refused until the bound",
@@ -315,7 +348,7 @@ MUTANTS: list[Mutant] = [
         name="what failed is tried for ever",
         rules=(64,),
         file=RESTORE_PROGRESS,
-        old="if has_time and episode.attempts < self._settings.max_attempts:",
+        old="if has_time and episode.attempts < self._settings.max_attempts and not episode.is_expired:",
         new="if has_time:",
         tests=(
             f"{DECISION_TESTS}::test_r64_a_stage_*",
@@ -326,7 +359,7 @@ MUTANTS: list[Mutant] = [
         name="what failed is not tried again",
         rules=(64,),
         file=RESTORE_PROGRESS,
-        old="if has_time and episode.attempts < self._settings.max_attempts:",
+        old="if has_time and episode.attempts < self._settings.max_attempts and not episode.is_expired:",
         new="if not has_time:",
         tests=(f"{DECISION_TESTS}::test_r64_a_*",),
     ),
@@ -388,8 +421,8 @@ MUTANTS: list[Mutant] = [
         name="an answer is looked up twice at once",
         rules=(66,),
         file=RESTORE,
-        old="or episode.is_refreshing or watch is None",
-        new="or watch is None",
+        old="or episode.is_refreshing or episode.is_expired",
+        new="or episode.is_expired",
         tests=(f"{DECISION_TESTS}::test_r66_an_answer_*",),
     ),
     Mutant(
