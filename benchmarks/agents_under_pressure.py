@@ -19,7 +19,8 @@ restore, by the reason of their warning.
 
 Bars: no stall, no client timeout, no failed turn, and a gap of at most 2 s and one step; and without the escape there
 is a stall. The exit code is 1 if one is missed. `--grid` runs each rate at a quarter and at four times, and all with
-half and twice the pool. A cell whose load cannot be served by any engine is shown, and has no bar; see `Load`.
+half and twice the pool. In a cell where clients may well give up on any engine their number is shown, and no bar; see
+`Load`.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Load:
     many decode at once as the slots and the pool have room for, each at its mean length."""
     begin_s: float
     """The last of the first turns, whose contexts are cached nowhere and come all at once: all of them computed, in the
-    prompts' share of the time."""
+    prompts' share of the time. Less, where fewer decode beside them. This term was added after a first run."""
     timeout_s: float
 
     @classmethod
@@ -81,7 +82,8 @@ class Load:
         )
 
     @property
-    def can_be_served(self) -> bool:
+    def is_served_in_time(self) -> bool:
+        """Whether an engine can be expected to answer every turn before its client gives up."""
         return self.holds_one and max(self.alone_s, self.in_turn_s, self.begin_s) < self.timeout_s
 
 
@@ -97,7 +99,9 @@ def missed_bars(inputs: Inputs, figures: dict[str, Any], guard: str | None) -> l
         return [] if figures["stalls"] else ["without the escape nothing stalls"]
     if guard is not None:
         return []
-    most = {"stalls": 0, "client_timeouts": 0, "failed_turns": 0, "max_token_gap_s": MAX_GAP_S + longest_step_s(inputs)}
+    most = {"stalls": 0, "failed_turns": 0, "max_token_gap_s": MAX_GAP_S + longest_step_s(inputs)}
+    if Load.of(inputs).is_served_in_time:
+        most["client_timeouts"] = 0
     return [f"{name} {figures[name]:g} is above {bar:g}" for name, bar in most.items() if figures[name] > bar]
 
 
@@ -142,14 +146,14 @@ def run_grid(inputs: Inputs, *, as_json: bool) -> bool:
         results = pool.map(run_case, scaled_inputs)
         for number, (cell, case, figures) in enumerate(zip(named, scaled_inputs, results, strict=True), 1):
             rate, scale, pool_scale = cell
-            load = Load.of(case)
-            missed = missed_bars(case, figures, None) if load.can_be_served else []
+            load, missed = Load.of(case), missed_bars(case, figures, None)
             all_met &= not missed
-            row = {"rate": rate, "scale": scale, "pool": pool_scale, "can_be_served": load.can_be_served}
+            row = {"rate": rate, "scale": scale, "pool": pool_scale, "is_served_in_time": load.is_served_in_time}
             if as_json:
                 print(json.dumps(row | {"load": asdict(load), "missed": missed} | figures), flush=True)
                 continue
-            verdict = "; ".join(missed) if missed else "met" if load.can_be_served else "cannot be served"
+            is_exempt = figures["client_timeouts"] and not load.is_served_in_time
+            verdict = "; ".join(missed) or ("met, timeouts aside" if is_exempt else "met")
             print(
                 f"{number:>3}/{len(named)}  {rate:>9} x{scale:<4g} pool x{pool_scale:<3g}"
                 f"  alone {load.alone_s:4.0f} s, in turn {load.in_turn_s:4.0f} s, begin {load.begin_s:4.0f} s"

@@ -74,6 +74,11 @@ class Arrival:
         return self.episode.phase in SEARCHING
 
     @property
+    def num_kept(self) -> int:
+        """Blocks of host memory that are leased for it."""
+        return sum(len(kept.digests) for kept in (self.stage, self.keep) if kept is not None)
+
+    @property
     def is_running(self) -> bool:
         return self.stage is not None and not self.stage.done
 
@@ -93,6 +98,9 @@ class Queue:
     def __iter__(self) -> Iterator[Arrival]:
         return iter(self._arrivals)
 
+    def __reversed__(self) -> Iterator[Arrival]:
+        return reversed(self._arrivals)
+
     def __contains__(self, arrival: Arrival) -> bool:
         index = self._find(arrival)
         return index < len(self._arrivals) and self._arrivals[index] is arrival
@@ -100,10 +108,6 @@ class Queue:
     @property
     def first(self) -> Arrival | None:
         return self._arrivals[0] if self._arrivals else None
-
-    @property
-    def last(self) -> Arrival | None:
-        return self._arrivals[-1] if self._arrivals else None
 
     def add(self, arrival: Arrival) -> None:
         """Idempotent."""

@@ -128,6 +128,8 @@ class ArrivalFlow:
         assert len(self._running) <= MAX_ACTIVE
         assert all(arrival.is_running or arrival.stage is not None for arrival in self._running)
         assert all(arrival.episode.phase is RestorePhase.STAGING for arrival in self._pending)
+        assert all(arrival.episode.phase is RestorePhase.READY and arrival.num_kept for arrival in self._kept)
+        assert not any(arrival in self._kept or arrival.num_kept for arrival in self._resting)
         assert min(self._leased.values(), default=1) > 0
         assert len(self._leased) <= self._max_leased
 
@@ -290,22 +292,30 @@ class ArrivalFlow:
     # ---- turns ---------------------------------------------------------------------------------------------------
 
     def _has_room(self, chosen: Located) -> bool:
-        has_room = not self._leased or self._has_room_for(chosen.digests)  # one alone may, whatever it takes
+        has_room = not self._leased or self._num_over(chosen.digests) <= 0  # one alone may, whatever it takes
         return has_room and len(self._running) < MAX_ACTIVE
 
     def _make_room(self, arrival: Arrival, chosen: Located) -> bool:
         """Whether there is room to stage it, when those that go after it let go of what is kept for them."""
-        while not (has_room := self._has_room(chosen)) and len(self._running) < MAX_ACTIVE:
-            last = self._kept.last
-            if last is None or last.order < arrival.order:
-                break
-            self._let_go(last)
-            self._rest_unkept(last)
-        return has_room
+        while len(self._running) < MAX_ACTIVE:
+            if self._has_room(chosen):
+                return True
+            num_over = self._num_over(chosen.digests)
+            later = list(itertools.takewhile(lambda kept: kept.order > arrival.order, reversed(self._kept)))
+            if sum(kept.num_kept for kept in later) < num_over:
+                return False  # it would be in vain
+            for kept in later:
+                if num_over <= 0:  # as far as no two share a block
+                    break
+                num_leased = len(self._leased)
+                self._let_go(kept)
+                self._rest_unkept(kept)
+                num_over -= num_leased - len(self._leased)
+        return False
 
-    def _has_room_for(self, digests: Sequence[BlockDigest]) -> bool:
-        num_new = sum(digest not in self._leased for digest in digests)
-        return len(self._leased) + num_new <= self._max_leased
+    def _num_over(self, digests: Sequence[BlockDigest]) -> int:
+        """By how many blocks there is too little room."""
+        return len(self._leased) + sum(digest not in self._leased for digest in digests) - self._max_leased
 
     def _next_turns(self) -> Iterator[Arrival]:
         """Those of the pending for which there is room now, in their order."""
@@ -355,7 +365,7 @@ class ArrivalFlow:
 
     def _keep(self, arrival: Arrival) -> bool:
         digests = arrival.digests[arrival.first_block : arrival.end_block]
-        if not self._has_room_for(digests):
+        if self._num_over(digests) > 0:
             return False
         owner = self._space.owner(f"wait of {arrival.episode.request_id}")
         try:

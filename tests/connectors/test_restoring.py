@@ -611,12 +611,12 @@ def open_full(open_disk: OpenDisk, **overrides: Any) -> Rig:
     return rig
 
 
-def serve(rig: Rig, request_id: str) -> None:
+def serve(rig: Rig, request_id: str, num_blocks: int = 4) -> None:
     """Have the engine admit it with all of its blocks, and end it."""
-    assert rig.scheduler.match(request_id, 0, 4) == Match(4, None)
-    assert rig.admit(request_id, 4) == 4
+    assert rig.scheduler.match(request_id, 0, num_blocks) == Match(num_blocks, None)
+    assert rig.admit(request_id, num_blocks) == num_blocks
     rig.plan()
-    assert rig.copy_all() == [RestoreOutcome(request_id, 0, 4)]
+    assert rig.copy_all() == [RestoreOutcome(request_id, 0, num_blocks)]
     rig.end(request_id)
 
 
@@ -748,6 +748,33 @@ def test_what_was_taken_from_a_later_one_is_staged_anew_when_it_is_lost(open_dis
     rig.disk_jobs.run_all()
     assert rig.poll().ready == ("second",)
     serve(rig, "second")
+    rig.verify_quiet()
+
+
+def test_nobody_lets_go_of_what_would_help_nobody(open_disk: OpenDisk) -> None:
+    rig = open_disk(host_blocks=8)
+    rig.put_on_disk(prompt(3), prompt(4, 100), prompt(1, 200))
+    rig.start("first", prompt(3))
+    rig.start("second", prompt(4, 100), num_local_blocks=4)  # the engine has it all
+    rig.start("third", prompt(1, 200))
+    rig.disk_jobs.run_all()
+    rig.poll()
+    rig.disk_jobs.run_all()
+    rig.poll()
+    assert rig.store.stats().leases == 4
+    assert rig.scheduler.match("second", 0, 4) == STAGING, "and by now has none of it"
+    for _ in range(3):
+        rig.poll()
+        rig.disk_jobs.run_all()
+    assert rig.is_staging("second")
+    assert rig.store.stats().leases == 4, "the first goes before it, and without its three no four are to be had"
+    serve(rig, "first", 3)
+    rig.poll()
+    assert rig.store.stats().leases == 0, "now the third one gave way"
+    rig.disk_jobs.run_all()
+    assert rig.poll().ready == ("second",)
+    serve(rig, "second")
+    serve(rig, "third", 1)
     rig.verify_quiet()
 
 

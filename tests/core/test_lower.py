@@ -133,6 +133,27 @@ def test_little_waits_and_what_found_no_room_is_written_by_a_flush(make: Callabl
     assert harness.lower.stats().blocks == 12
 
 
+def test_as_much_may_wait_as_an_engines_pool_holds_at_once(tmp_path: Path) -> None:
+    """A pool of a GPU turns over in one step: where a block of a prompt finds no room, all behind it are lost too."""
+    block_bytes, gibibyte = 40 << 20, 1 << 30
+    overrides = {"disk.path": [str(tmp_path)], "disk.size": "4MiB", "disk.min_free": 1}
+    settings: DiskSettings = load_settings(env={}, overrides=overrides).disk
+    pool = HostPool(PoolMemory(8 * gibibyte, touch=False), 64 << 20)
+    host, clock = HostTier(pool), FakeClock()
+    lower = LowerTier(open_disk(settings, clock), settings, host, pool, clock, ManualExecutor())
+    owner = pool.owner("test")
+    for number in range(2 * gibibyte // block_bytes):
+        parent = name(number - 1) if number else None
+        reserved = host.reserve(SPACE, name(number), parent, block_bytes, owner)
+        assert isinstance(reserved, Reservation)
+        assert host.commit([reserved]) == [True]
+    stats = lower.stats()
+    assert (stats.queued_bytes, stats.ledger.dropped) == (51 * block_bytes, {})
+    lower.close(5.0)
+    host.close()
+    pool.close()
+
+
 def test_a_use_is_told_to_the_tier_off_the_engines_thread(make: Callable[..., Harness]) -> None:
     harness = make()
     harness.put(1)

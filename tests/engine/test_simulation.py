@@ -125,9 +125,9 @@ def test_each_other_guard_can_be_taken_away(guard: str) -> None:
 
 
 def test_a_load_that_no_engine_can_serve_is_known_by_formula() -> None:
-    assert Load.of(small_inputs()).can_be_served
+    assert Load.of(small_inputs()).is_served_in_time
     assert not Load.of(small_inputs(pool_blocks=10)).holds_one
-    assert not Load.of(small_inputs(client_timeout_s=0.5)).can_be_served
+    assert not Load.of(small_inputs(client_timeout_s=0.5)).is_served_in_time
 
 
 # ---- simulated time --------------------------------------------------------------------------------------------------
