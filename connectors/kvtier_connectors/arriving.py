@@ -30,13 +30,13 @@ MAX_ACTIVE = 64
 class ArrivalFlow:
     """Drives episodes through lookup and stage. Engine's thread only.
 
-    At most MAX_ACTIVE are staged at once, and the blocks that stages lease, those of requests that wait for their
-    admission included, are at most half of host memory. Others are *pending*: in the order in which they came they
-    begin when one of these ends, and each gives up when its own wait is over.
+    At most MAX_ACTIVE are staged at once, and what is leased, for these and for those that wait for their admission, is
+    at most half of host memory. Others are *pending*: in their order they begin when one of these ends, or when one
+    that goes after them lets go of what is kept for it; and each gives up when its own wait is over.
 
-    Mutable state: `_new` (to be looked up at the next poll), `_running`, `_pending`, `_resting` and `_kept` (that wait
-    for their admission without leases, or with those of their stage), which are apart; `_leased`, each block once for
-    every stage that is not closed.
+    Mutable state: `_new` (to be looked up at the next poll), `_running`, `_pending`, `_kept` and `_resting` (that wait
+    for their admission, with what they go for leased or not), which are apart; `_leased`, each block once for every
+    arrival for which it is leased.
     """
 
     def __init__(
@@ -300,17 +300,18 @@ class ArrivalFlow:
         while len(self._running) < MAX_ACTIVE:
             if self._has_room(chosen):
                 return True
-            num_over = self._num_over(chosen.digests)
-            later = list(itertools.takewhile(lambda kept: kept.order > arrival.order, reversed(self._kept)))
-            if sum(kept.num_kept for kept in later) < num_over:
+            num_over, num_kept = self._num_over(chosen.digests), 0
+            later: list[Arrival] = []
+            for kept in reversed(self._kept):
+                if kept.order < arrival.order or num_kept >= num_over:
+                    break
+                later.append(kept)
+                num_kept += kept.num_kept
+            if num_kept < num_over:
                 return False  # it would be in vain
             for kept in later:
-                if num_over <= 0:  # as far as no two share a block
-                    break
-                num_leased = len(self._leased)
                 self._let_go(kept)
                 self._rest_unkept(kept)
-                num_over -= num_leased - len(self._leased)
         return False
 
     def _num_over(self, digests: Sequence[BlockDigest]) -> int:
