@@ -13,8 +13,9 @@ from kvtier_engine.request import FinishReason, RequestOutput, RequestState
 from kvtier_engine.testing.simulation import Event, Machine, MachineRates, Simulation, Step
 from kvtier_engine.verdict import Verdict
 
-STALL_S = 60.0
-"""Seconds without a token, though nothing is under way, that are a stall."""
+STALL_S = 2.0
+"""Seconds without a token, though nothing is under way, that are a stall: as many as a running request may have to wait
+for its next token. An engine that stands still until a bound of 60 s frees it has stalled."""
 
 
 def given(default: Any, source: str) -> Any:

@@ -11,7 +11,7 @@ incident's did.
     python -m benchmarks.agents_under_pressure [--json] [--without GUARD] [--grid] [--minutes 30] [--INPUT VALUE]
 
 stalls: spells in which no step computed a token though requests were unfinished, and that either lasted longer than
-60 s with nothing under way (no copy, read, write or other job of the disk), or in which a step's verdict was STALL. A
+2 s with nothing under way (no copy, read, write or other job of the disk), or in which a step's verdict was STALL. A
 spell counts once.
 max_token_gap_s: the longest time between two tokens of one request, or since its last one, while it holds its slot.
 restores: requests for which copies to the GPU began. restores_recomputed: requests that computed what they had hoped to

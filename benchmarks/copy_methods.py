@@ -158,7 +158,11 @@ def relative_rates(methods: dict[str, Method], rounds: int) -> dict[str, float]:
 
 def main() -> None:
     """Print the table, one column for each kind of pool and slots."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.copy_methods",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--mebibytes", type=int, default=512, help="bytes moved a call; use several times the L2 cache")
     parser.add_argument("--rounds", type=int, default=7, help="more on a noisy machine")
     args = parser.parse_args()

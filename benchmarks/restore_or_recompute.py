@@ -283,7 +283,11 @@ def measure(seeds: int, *, only_calibration: bool) -> Iterator[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.restore_or_recompute",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--calibrate", action="store_true", help="only the calibrated machine")
     parser.add_argument("--seeds", type=int, default=3, help="runs a figure")

@@ -106,7 +106,11 @@ def measure(figure: str, scene: tuple[int, int], base: tuple[int, int], runs: in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.scheduler_step",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--runs", type=int, default=9, help="pairs of measurements a figure, at most 15")
     arguments = parser.parse_args()

@@ -172,9 +172,9 @@ class RestoreStatus:
     fallbacks: Mapping[str, int]
     """Requests that compute what they had hoped to restore, by reason: each is one event of the log."""
     fallback_blocks: int
-    """Blocks that these compute."""
+    """Blocks that these compute; after a wait for GPU blocks but for those that host memory has when there is room."""
     fallback_tokens: int
-    """Tokens that these compute."""
+    """Tokens of these blocks."""
     held_back_warnings: int
     """Of those events, how many had no line of their own in the log: a later line has their sum."""
     decisions: Mapping[str, int]
@@ -265,7 +265,7 @@ class StatsSnapshot:
     leases: int
     """Leases out now."""
     fallbacks: Mapping[str, int]
-    """Requests that waited for a lower tier in vain, wholly or in part, by reason: the rest is recomputed."""
+    """Requests that waited in vain, wholly or in part, by reason."""
     staged_blocks: int
     """Blocks asked of lower tiers, well or not, each once however many requests waited for it."""
     staging_bytes: int

@@ -7,7 +7,7 @@ from math import inf
 from kvtier.choice import RestoreCosts
 from kvtier.clock import Clock
 from kvtier.config import RestoreSettings
-from kvtier.episode import ACTIVE, HOST, Cause, RestoreEpisode, RestorePhase, RestoreQuery
+from kvtier.episode import ACTIVE, HOST, SEARCHING, Cause, RestoreEpisode, RestorePhase, RestoreQuery
 from kvtier.fallbacks import Fallback, FallbackLog
 from kvtier.metrics import RestoreTally
 from kvtier.reasons import MissReason
@@ -242,9 +242,9 @@ class RestoreProgress:
 
     def _cause(self, episode: RestoreEpisode, reason: MissReason, tier: str) -> Cause:
         if reason in (MissReason.BUDGET, MissReason.LAND_FAILED):
-            return Cause(reason, tier, episode.active_s, self._settings.episode_budget_s)
+            return Cause(reason, tier, episode.active_s, self._budget_s(episode.phase))
         return Cause(reason, tier, episode.waited_s, episode.limit_s)
 
     def _budget_s(self, phase: RestorePhase) -> float:
-        share = 1.0 if phase is RestorePhase.LANDING else 1.0 - LANDING_SHARE
+        share = 1.0 - LANDING_SHARE if phase in SEARCHING else 1.0
         return self._settings.episode_budget_s * share

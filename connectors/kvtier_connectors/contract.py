@@ -103,7 +103,7 @@ class KVOptions:
     max_wait_s: seconds it waits at most for blocks to come to host memory; None is `restore.max_wait_s`, 0 takes only
         what is there.
     max_restore_tokens: the most of its prompt that is restored; None is all of it.
-    priority: who goes first where the engine schedules by priority: lower values before higher ones.
+    priority: who goes first, of the staged too: lower before higher. 0 where the engine does not schedule by it.
     """
 
     restore: bool = True
@@ -165,8 +165,8 @@ class StepWork:
     """What prompts cost this engine, from which the cost of recomputing one is learnt.
 
     num_tokens: prompt tokens that the last step computed. num_pairs: what their attention looked at: over each
-    request's chunk of n tokens from a position, n x (position + n / 2). seconds: how long that step took, 0 when it is
-    not known. backlog_tokens: prompt tokens that are to be computed before those of a request that arrives now.
+    request's chunk of n tokens from a position, n x (position + n / 2). seconds: how long that step ran the model, also
+    for decodes. backlog_tokens: prompt tokens that are to be computed before those of a request that arrives now.
     """
 
     num_tokens: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from kvtier_connectors.contract import ConnectorScheduler, RequestInfo
 from kvtier_engine.admission import Admission
@@ -48,8 +49,10 @@ class Roster:
         """A new request: it waits, and what lower tiers hold of it begins to come."""
         num_local = len(self._tables.find_local(request))
         if self._connector is not None:
+            priority, _ = self._waiting.key(request)
+            options = replace(request.options, priority=priority)
             self._connector.start_request(
-                RequestInfo(request.request_id, request.chain.digests, request.options, num_local, len(request.tokens))
+                RequestInfo(request.request_id, request.chain.digests, options, num_local, len(request.tokens))
             )
         self._enqueue(request, num_local)
 

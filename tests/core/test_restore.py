@@ -896,7 +896,7 @@ def test_r64_a_stage_that_the_budget_ends_leaves_time_to_copy_what_came(log: Log
     rig.decision.landing(episode, 6)
     assert episode.deadline == rig.clock.now() + 2.5
     rig.decision.landed(episode, 6)
-    assert [(told.num_blocks, told.reason, told.limit_s) for told in rig.fallbacks] == [(4, MissReason.BUDGET, 10.0)]
+    assert [(told.num_blocks, told.reason, told.limit_s) for told in rig.fallbacks] == [(4, MissReason.BUDGET, 7.5)]
 
 
 @pytest.mark.parametrize("miss", [MissReason.TIMEOUT, None, MissReason.RESET])

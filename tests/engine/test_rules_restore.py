@@ -242,3 +242,16 @@ def test_r69_a_clock_that_goes_back_ends_no_wait_and_takes_nothing_off_one(open_
 def test_r69_no_bound_is_negative_or_infinite(value: float) -> None:
     with pytest.raises(ConfigError, match="capacity_bound_s"):
         EngineRig(restore__capacity_bound_s=value)
+
+
+@pytest.mark.parametrize(("policy", "priority"), [("fcfs", 0), ("priority", -1)])
+def test_the_connector_is_told_a_priority_where_the_engine_goes_by_it(
+    policy: str, priority: int, open_restores: Open
+) -> None:
+    story = open_restores(engine={"policy": policy})
+    told = story.calls_of("start_request")
+    story.add("urgent", HELD, 2, KVOptions(priority=-1))
+    [(request, *_)] = told
+    assert request.options == KVOptions(priority=priority)
+    story.run()
+    story.verify_quiet()
