@@ -177,7 +177,8 @@ class RestoreProgress:
             self.look(episode)
             return
         episode.miss = reason
-        episode.must_fail = is_failure and self._settings.on_failure == "fail"
+        # One whose wait for GPU blocks was too long was told to be computed.
+        episode.must_fail = is_failure and self._settings.on_failure == "fail" and not episode.is_expired
         self.rest(episode, 0 if episode.must_fail else num_blocks)
 
     def end_if_lost(self, episode: RestoreEpisode, num_held: int) -> bool:

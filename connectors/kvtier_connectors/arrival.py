@@ -74,9 +74,10 @@ class Arrival:
         return self.episode.phase in SEARCHING
 
     @property
-    def num_kept(self) -> int:
-        """Blocks of host memory that are leased for it."""
-        return sum(len(kept.digests) for kept in (self.stage, self.keep) if kept is not None)
+    def digests_kept(self) -> Sequence[BlockDigest]:
+        """Blocks of host memory that are leased for it, or will be when they come."""
+        kept = self.stage or self.keep
+        return () if kept is None else kept.digests
 
     @property
     def is_running(self) -> bool:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import groupby
 
 from kvtier.clock import Clock
 from kvtier.episode import HOST
-from kvtier.keys import BlockDigest
 from kvtier.located import Located, Source
 from kvtier.reasons import MissReason
 from kvtier.restore import RestoreDecision, RestorePhase, TierPart
-from kvtier.stage import Stage
 from kvtier.staging import Stager
 from kvtier.store import Space
-from kvtier_connectors.arrival import Arrival, Keep, Queue
+from kvtier_connectors.arrival import Arrival
 from kvtier_connectors.faults import CAUGHT
 from kvtier_connectors.hooks import hook
+from kvtier_connectors.keeping import MAX_LOOKED, HostKeeper
 from kvtier_connectors.turns import MAX_TURNS, StageTurns
 
 __all__ = ["HOST", "MAX_ACTIVE", "ArrivalFlow"]
@@ -34,9 +32,8 @@ class ArrivalFlow:
     at most half of host memory. Others are *pending*: in their order they begin when one of these ends, or when one
     that goes after them lets go of what is kept for it; and each gives up when its own wait is over.
 
-    Mutable state: `_new` (to be looked up at the next poll), `_running`, `_pending`, `_kept` and `_resting` (that wait
-    for their admission, with what they go for leased or not), which are apart; `_leased`, each block once for every
-    arrival for which it is leased.
+    Mutable state: `_new` (to be looked up at the next poll), `_running`, `_pending`, those that the keeper keeps, and
+    `_resting` (that wait for their admission with nothing kept for them), which are apart; `_is_full`, `_has_more`.
     """
 
     def __init__(
@@ -55,13 +52,12 @@ class ArrivalFlow:
         self._clock = clock
         self._landing_bytes = landing_bytes
         self._report = report
-        self._max_leased = max(1, space.capacity_blocks // 2)
         self._new: dict[Arrival, None] = {}
         self._running: dict[Arrival, None] = {}
         self._pending = StageTurns(decision, clock)
         self._resting: dict[Arrival, None] = {}
-        self._kept = Queue()
-        self._leased: Counter[BlockDigest] = Counter()
+        self._keeper = HostKeeper(space, report)
+        self._has_more = False  # nobody has looked at the rest of the pending since there is room
         self._is_full = False  # the first of the pending was refused, and nothing has ended since
 
     @property
@@ -76,9 +72,9 @@ class ArrivalFlow:
         """It is to be looked up once more, at the next poll."""
         self._new[arrival] = None
 
-    def note_step(self, *, has_computed: bool) -> None:
-        """The engine's last step is over, and whether it computed anything."""
-        self._pending.is_engine_busy = has_computed
+    def note_work(self) -> None:
+        """The engine's last step computed something."""
+        self._pending.note_work()
 
     def poll(self) -> list[Arrival]:
         """Advance all that wait; returns those that wait no more. O(running), and the timers that ran out."""
@@ -96,7 +92,7 @@ class ArrivalFlow:
 
     def next_deadline(self) -> float | None:
         """When the first wait ends by itself."""
-        if self._new:
+        if self._new or self._has_more:
             return self._clock.now()
         ends = [*(arrival.episode.deadline for arrival in self._running), self._pending.next_deadline()]
         return min((end for end in ends if end is not None), default=None)
@@ -121,17 +117,16 @@ class ArrivalFlow:
             queue.pop(arrival, None)
         self._pending.discard(arrival)
         arrival.found = None
-        self._let_go(arrival)
+        self._let_go(arrival)  # which has the next one looked at, if it was the first of those that wait for a turn
 
     def check_integrity(self) -> None:
         """Raises AssertionError when queues and leases disagree. For tests."""
         assert len(self._running) <= MAX_ACTIVE
         assert all(arrival.is_running or arrival.stage is not None for arrival in self._running)
         assert all(arrival.episode.phase is RestorePhase.STAGING for arrival in self._pending)
-        assert all(arrival.episode.phase is RestorePhase.READY and arrival.num_kept for arrival in self._kept)
-        assert not any(arrival in self._kept or arrival.num_kept for arrival in self._resting)
-        assert min(self._leased.values(), default=1) > 0
-        assert len(self._leased) <= self._max_leased
+        assert all(arrival.episode.phase is RestorePhase.READY for arrival in self._keeper.kept)
+        assert not any(arrival.digests_kept for arrival in (*self._resting, *self._pending))
+        self._keeper.check_integrity([*self._running, *self._new])
 
     # ---- one request ---------------------------------------------------------------------------------------------
 
@@ -219,6 +214,7 @@ class ArrivalFlow:
         assert found is not None, "a stage begins with what a lookup found"
         chosen = found.first(episode.num_blocks)
         if (self._pending and not arrival.has_turn) or not self._has_room(chosen):
+            self._let_go(arrival)  # of what an attempt before brought
             arrival.has_turn = False
             self._pending.add(arrival)
             self._is_full = self._is_full and self._pending.first is not arrival
@@ -234,9 +230,9 @@ class ArrivalFlow:
             self._end_stage(arrival)
             return True
         before, arrival.stage = arrival.stage, None
-        arrival.queued_bytes = sum(self._stager.queued_bytes(source) for source in set(chosen.sources) if source)
         parent = arrival.digests[arrival.first_block - 1] if arrival.first_block else None
         try:
+            arrival.queued_bytes = sum(self._stager.queued_bytes(source) for source in set(chosen.sources) if source)
             stage = self._space.stage(episode.request_id, chosen.digests, parent, wait_s, chosen)
         except CAUGHT as error:
             self._report("stage", error)
@@ -244,12 +240,12 @@ class ArrivalFlow:
             return True
         finally:
             if before is not None:
-                self._release(before)
+                self._keeper.release(before)
         if stage is None:
             self._decision.staged(episode, 0, MissReason.EVICTED, {}, 0.0, 0)
             return True
-        arrival.stage, arrival.begun_at = stage, self._clock.now()
-        self._leased.update(stage.digests)
+        arrival.begun_at = self._clock.now()
+        self._keeper.add_stage(arrival, stage)
         self._running[arrival] = None
         return True
 
@@ -292,51 +288,45 @@ class ArrivalFlow:
     # ---- turns ---------------------------------------------------------------------------------------------------
 
     def _has_room(self, chosen: Located) -> bool:
-        has_room = not self._leased or self._num_over(chosen.digests) <= 0  # one alone may, whatever it takes
-        return has_room and len(self._running) < MAX_ACTIVE
+        return len(self._running) < MAX_ACTIVE and self._keeper.has_room(chosen.digests)
 
     def _make_room(self, arrival: Arrival, chosen: Located) -> bool:
         """Whether there is room to stage it, when those that go after it let go of what is kept for them."""
-        while len(self._running) < MAX_ACTIVE:
-            if self._has_room(chosen):
-                return True
-            num_over, num_kept = self._num_over(chosen.digests), 0
-            later: list[Arrival] = []
-            for kept in reversed(self._kept):
-                if kept.order < arrival.order or num_kept >= num_over:
-                    break
-                later.append(kept)
-                num_kept += kept.num_kept
-            if num_kept < num_over:
-                return False  # it would be in vain
-            for kept in later:
-                self._let_go(kept)
-                self._rest_unkept(kept)
-        return False
-
-    def _num_over(self, digests: Sequence[BlockDigest]) -> int:
-        """By how many blocks there is too little room."""
-        return len(self._leased) + sum(digest not in self._leased for digest in digests) - self._max_leased
+        if len(self._running) < MAX_ACTIVE and not self._keeper.has_room(chosen.digests):
+            for later in self._keeper.whom_to_pass(arrival, chosen.digests):
+                self._let_go(later)
+                self._rest_unkept(later)
+        return self._has_room(chosen)
 
     def _next_turns(self) -> Iterator[Arrival]:
-        """Those of the pending for which there is room now, in their order."""
-        for _ in range(MAX_TURNS):
-            arrival = self._pending.first
-            if arrival is None or self._is_full:
-                break
+        """Those of the pending for which there is room now, in their order, as many as a step has time for."""
+        num_looked, self._has_more = 0, False
+        while (arrival := self._pending.first) is not None and not self._is_full:
+            if num_looked > MAX_LOOKED:
+                self._has_more = True
+                return
             assert arrival.found is not None
-            if not self._make_room(arrival, arrival.found.first(arrival.episode.num_blocks)):
+            chosen = arrival.found.first(arrival.episode.num_blocks)
+            num_looked += len(chosen.digests) + MAX_LOOKED // MAX_TURNS
+            if self._make_room(arrival, chosen):
+                arrival.has_turn = True
+                yield arrival
+            else:
                 self._is_full = True
-                break
-            arrival.has_turn = True
-            yield arrival
-        is_held = self._is_full and len(self._running) < MAX_ACTIVE
-        self._pending.is_held = is_held and len(self._kept) > 0 and len(self._pending) > 0
+                self._pending.is_held = self._is_held_by_kept(chosen)
+
+    def _is_held_by_kept(self, chosen: Located) -> bool:
+        """Whether there would be no room either if all that is being read came at once."""
+        num_running = sum(len(running.digests_kept) for running in self._running)
+        has_kept = len(self._running) < MAX_ACTIVE and len(self._keeper.kept) > 0
+        return has_kept and self._keeper.num_over(chosen.digests) > num_running
 
     def _refreshed(self) -> Iterator[Arrival]:
         """Look up again what ready ones wait with, when the answer is old; those that lost it and are to be staged."""
+        num_looked = 0
         for arrival in list(itertools.islice(self._resting, MAX_TURNS)):
-            if not self._decision.refresh_due(arrival.episode):
+            num_looked += arrival.episode.num_blocks
+            if num_looked > 2 * MAX_LOOKED or not self._decision.refresh_due(arrival.episode):
                 return  # they rest in the order in which they were answered
             del self._resting[arrival]
             self._decision.refreshing(arrival.episode)
@@ -354,46 +344,15 @@ class ArrivalFlow:
         other blocks may leave host memory meanwhile."""
         arrival.found, arrival.has_turn = None, False
         if arrival.episode.phase is not RestorePhase.READY:
-            return
-        if arrival.stage is not None or self._keep(arrival):
-            self._kept.add(arrival)
-        else:
+            self._let_go(arrival)
+        elif not self._keeper.keep(arrival):
             self._rest_unkept(arrival)
+
+    def _let_go(self, arrival: Arrival) -> None:
+        self._keeper.let_go(arrival)
+        self._is_full = False
+        self._pending.is_held = self._pending.is_held and len(self._keeper.kept) > 0
 
     def _rest_unkept(self, arrival: Arrival) -> None:
         if not arrival.episode.is_expired:  # else nothing is looked up for it again
             self._resting[arrival] = None
-
-    def _keep(self, arrival: Arrival) -> bool:
-        digests = arrival.digests[arrival.first_block : arrival.end_block]
-        if self._num_over(digests) > 0:
-            return False
-        owner = self._space.owner(f"wait of {arrival.episode.request_id}")
-        try:
-            is_held = len(self._space.lease(digests, owner)) == len(digests)
-        except CAUGHT as error:
-            self._report("lease", error)
-            is_held = False
-        if not is_held:
-            owner.close()
-            return False
-        arrival.keep = Keep(digests, owner)
-        self._leased.update(digests)
-        return True
-
-    def _let_go(self, arrival: Arrival) -> None:
-        """Of what is leased for it."""
-        self._kept.discard(arrival)
-        kept, arrival.stage, arrival.keep = (arrival.stage, arrival.keep), None, None
-        for keep in kept:
-            if keep is not None:
-                self._release(keep)
-
-    def _release(self, keep: Stage | Keep) -> None:
-        self._is_full = False
-        self._pending.is_held = self._pending.is_held and len(self._kept) > 0
-        self._leased.subtract(keep.digests)
-        for digest in keep.digests:
-            if not self._leased[digest]:
-                del self._leased[digest]
-        keep.close()

@@ -199,7 +199,8 @@ class RestoreFlow:
         """What the engine's last step computed, and what is before a request that arrives now."""
         self.decision.observe_prefill(work.num_tokens, work.num_pairs, work.seconds)
         self.decision.set_backlog(work.backlog_tokens)
-        self.arrivals.note_step(has_computed=work.seconds > 0)
+        if work.seconds > 0:
+            self.arrivals.note_work()
 
     def void(self) -> None:
         """The cache was reset: let every attempt come to nothing."""

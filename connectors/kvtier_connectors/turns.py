@@ -25,8 +25,8 @@ class StageTurns:
     engine, and the engine computes, no time counts: others go first, whatever the tiers do, and that is ordinary
     queueing. An engine that computes nothing does not make them wait for long.
 
-    Mutable state: `_waiting`; `_timers`, at the latest when each of them is to be looked at; `is_held` and
-    `is_engine_busy`, and `_held_s`, how long they were both in all; `_seen_at`.
+    Mutable state: `_waiting`; `_timers`, at the latest when each of them is to be looked at; `is_held`; `_held_s`, how
+    long that was, in all, while the engine computed; `_seen_at` and `_has_computed`, of the last tick and since.
     """
 
     def __init__(self, decision: RestoreDecision, clock: Clock) -> None:
@@ -38,7 +38,7 @@ class StageTurns:
         self._seen_at = clock.now()
         self._held_s = 0.0
         self.is_held = False
-        self.is_engine_busy = False
+        self._has_computed = False
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -65,14 +65,18 @@ class StageTurns:
         """It waits no more. Idempotent."""
         self._waiting.discard(arrival)
 
+    def note_work(self) -> None:
+        """The engine computed something since the last tick."""
+        self._has_computed = True
+
     def tick(self) -> None:
         """Once a step, before anything else: time went by."""
         now = self._clock.now()
         if now < self._seen_at:  # the clock went back, and timers would ring as much too late: look when each is due
             self._timers = [(now, next(self._serials), arrival) for arrival in self._waiting]
-        elif self._has_stopped:
+        elif self.is_held and self._has_computed:
             self._held_s += now - self._seen_at
-        self._seen_at = now
+        self._seen_at, self._has_computed = now, False
 
     def settle(self, arrival: Arrival) -> None:
         """Take what does not count off its wait."""
@@ -98,10 +102,6 @@ class StageTurns:
             heapq.heappop(self._timers)
         return self._timers[0][0] if self._timers else None
 
-    @property
-    def _has_stopped(self) -> bool:
-        return self.is_held and self.is_engine_busy
-
     def _set_timer(self, arrival: Arrival) -> None:
         if len(self._timers) > 2 * len(self._waiting) + MAX_TURNS:
             self._timers = [timer for timer in self._timers if timer[2] in self._waiting]
@@ -109,5 +109,5 @@ class StageTurns:
         now, due = self._clock.now(), arrival.episode.deadline
         when = now if due is None else due
         heapq.heappush(
-            self._timers, (max(when, now + HELD_LOOK_S) if self._has_stopped else when, next(self._serials), arrival)
+            self._timers, (max(when, now + HELD_LOOK_S) if self.is_held else when, next(self._serials), arrival)
         )

@@ -84,6 +84,8 @@ class Admission:
         self._tables = tables
         self._connector = connector
         self._config = config
+        self.num_sent_back = 0
+        """In the last scan: requests whose connector begins anew to look for what it restores, at its next poll."""
         self._step = 0
         self._in_vain: _InVain | None = None
 
@@ -97,6 +99,7 @@ class Admission:
         """The requests that may be admitted in this step, first come first; those in front of them that may not are
         refused, which starts and ends waits for capacity. Allocates and evicts nothing."""
         self.ledger.start_step()
+        self.num_sent_back = 0
         self._step += 1
         num_slots = self._config.max_num_seqs - len(running)
         if num_slots <= 0 or not self._queue.num_ready:
@@ -238,6 +241,7 @@ class Admission:
         return probe
 
     def _stage_again(self, request: Request) -> None:
+        self.num_sent_back += 1
         self.forget(request)
         self._queue.discard(request)
         self._queue.add(request, staging=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -37,8 +38,9 @@ class StepPlan:
     """What a step is to compute, and what it came to.
 
     in_flight: copies, lookups and stages that have not ended. next_deadline: on the connector's clock, when the first
-    wait ends by itself; None without one. preempted: requests that lost their slot and blocks in this step. failed:
-    requests that cannot go on, each with why; the engine ends them. stall: with the verdict STALL, what there is.
+    wait ends by itself, long ago where the next step finds something new at once; None without one. preempted: requests
+    that lost their slot and blocks in this step. failed: requests that cannot go on, each with why; the engine ends
+    them. stall: with the verdict STALL, what there is.
     """
 
     scheduled: tuple[Scheduled, ...]
@@ -335,7 +337,7 @@ class Scheduler:
             scheduled=tuple(self._scheduled.values()),
             verdict=verdict,
             in_flight=in_flight,
-            next_deadline=poll.next_deadline,
+            next_deadline=-math.inf if self.admission.num_sent_back else poll.next_deadline,
             preempted=self._roster.take_preempted(),
             failed=tuple(failed),
             stall=stall,

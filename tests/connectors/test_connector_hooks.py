@@ -467,12 +467,12 @@ def containers(root: object) -> dict[str, int]:
 
 
 PER_REQUEST = [
-    "ArrivalFlow._leased",
     "ArrivalFlow._new",
     "ArrivalFlow._resting",
     "ArrivalFlow._running",
     "CapacityLedger._waiters",
     "Engine._results",
+    "HostKeeper._leased",
     "KVTierScheduler._evicted",
     "KVTierWorker._queued",
     "KVTierWorker._results",

@@ -69,6 +69,14 @@ class Rig(ConnectorRig):
         """A token takes a second, so that every restore is worth its wait."""
         self.scheduler.plan_step([], StepDemand(0, 0, 0, StepWork(1000, 0.0, 1000.0, 0)))
 
+    def measure_disk(self) -> None:
+        """A block takes a tenth of a second, so that none that waits is computed for want of a measurement."""
+        self.start("measures", prompt(1, 900))
+        self.clock.advance(0.1)
+        self.disk_jobs.run_all()
+        self.poll()
+        self.end("measures")
+
     def decode(self, seconds: float) -> None:
         """Steps that compute no prompt, for so long."""
         for _ in range(10):
@@ -112,7 +120,7 @@ class Rig(ConnectorRig):
         assert self.pool.num_free == self.pool.num_blocks
         assert self.store.stats().leases == self.store.stats().staging_bytes == 0
         assert self.poll().num_active == self.stats.in_flight_blocks == self.ledger.pending == 0
-        assert not self.scheduler._restores.arrivals._leased
+        assert not len(self.scheduler._restores.arrivals._keeper)
 
 
 @pytest.fixture
@@ -544,10 +552,12 @@ def test_r48_what_has_left_host_memory_by_then_is_not_looked_for(
     rig.verify_quiet()
 
 
+@pytest.mark.parametrize("on_failure", ["recompute", "fail"])
 def test_r48_a_copy_that_fails_after_the_bound_is_not_tried_again(
-    open_disk: OpenDisk, caplog: pytest.LogCaptureFixture
+    on_failure: str, open_disk: OpenDisk, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rig = open_expired(open_disk)
+    """Nor does it fail the request, which was told to be computed."""
+    rig = open_expired(open_disk, restore__on_failure=on_failure)
     assert rig.admit("a", 2) == 2
     (job,) = rig.plan().jobs
     assert rig.collect([CopyResult(job.job_id, (), CopyFailure.BACKLOG)]) == [RestoreOutcome("a", 0, 0)]
@@ -775,6 +785,158 @@ def test_nobody_lets_go_of_what_would_help_nobody(open_disk: OpenDisk) -> None:
     assert rig.poll().ready == ("second",)
     serve(rig, "second")
     serve(rig, "third", 1)
+    rig.verify_quiet()
+
+
+def test_who_is_to_be_computed_keeps_nothing(open_disk: OpenDisk, caplog: pytest.LogCaptureFixture) -> None:
+    """Its stage came to nothing in time: who waits behind it has the room at once, though it is not admitted yet."""
+    rig = open_disk(host_blocks=8, disk__timeout_s=60.0)
+    rig.put_on_disk(prompt(4), prompt(4, 100), prompt(1, 900))
+    rig.measure_disk()
+    rig.start("first", prompt(4))
+    rig.clock.advance(4.0)
+    rig.start("second", prompt(4, 100))
+    rig.clock.advance(1.0)
+    assert rig.poll().ready == ("first",)
+    rig.disk_jobs.run_all()  # the device is well again
+    assert rig.poll().ready == ("second",)
+    serve(rig, "second")
+    assert ["(timeout)" in line for line in warnings_of(caplog)] == [True]
+    rig.end("first")
+    rig.verify_quiet()
+
+
+def test_who_waits_to_be_staged_again_keeps_nothing(open_disk: OpenDisk) -> None:
+    rig = open_disk(host_blocks=8)
+    rig.put_on_disk(prompt(3), prompt(4, 100))
+    rig.start("later", prompt(3))
+    rig.start("urgent", prompt(4, 100), options=KVOptions(priority=-1))
+    rig.failing = [ReadOutcome.OK, ReadOutcome.OK, ReadOutcome.ERROR]
+    rig.disk_jobs.run_all()
+    rig.poll()
+    rig.poll()
+    rig.disk_jobs.run_all()
+    assert rig.poll().ready == ("urgent",)
+    serve(rig, "urgent")
+    rig.poll()
+    rig.disk_jobs.run_all()
+    assert rig.poll().ready == ("later",)
+    serve(rig, "later", 3)
+    rig.verify_quiet()
+
+
+def test_when_the_first_of_them_ends_the_next_is_looked_at(open_disk: OpenDisk) -> None:
+    rig = open_disk(host_blocks=8)
+    rig.put_on_disk(prompt(2), prompt(4, 100), prompt(2, 200))
+    rig.start("kept", prompt(2))
+    rig.disk_jobs.run_all()
+    rig.poll()
+    rig.start("large", prompt(4, 100))
+    rig.start("small", prompt(2, 200))
+    rig.poll()
+    assert len(rig.disk_jobs) == 0, "there is room for the small one, which comes behind the large one"
+    rig.end("large")
+    rig.poll()
+    rig.disk_jobs.run_all()
+    assert rig.poll().ready == ("small",)
+    for name in ("kept", "small"):
+        serve(rig, name, 2)
+    rig.verify_quiet()
+
+
+def test_a_device_that_hangs_keeps_all_of_them_for_no_longer_than_one(
+    open_disk: OpenDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Though one that was staged before waits for the engine, which computes: what is in the way is the device."""
+    rig = open_disk(host_blocks=8, disk__timeout_s=60.0)
+    rig.put_on_disk(prompt(1), *(prompt(3, 100 * number) for number in range(1, 6)), prompt(1, 900))
+    rig.measure_disk()
+    rig.start("kept", prompt(1))
+    rig.disk_jobs.run_all()
+    rig.poll()
+    names = [f"waits {number}" for number in range(1, 6)]
+    for number, name in enumerate(names, 1):
+        rig.start(name, prompt(3, 100 * number))
+    rig.decode(4.9)
+    assert all(map(rig.is_staging, names))
+    rig.decode(0.3)
+    assert not any(map(rig.is_staging, names))
+    assert ["(timeout)" in line for line in warnings_of(caplog)] == [True] * 5
+    for name in ("kept", *names):
+        rig.end(name)
+    rig.verify_quiet()
+
+
+def test_nobody_lets_go_of_what_others_keep_too(open_disk: OpenDisk) -> None:
+    """Those behind it share their blocks with one before it: without them there is no more room than with them."""
+    rig = open_disk(host_blocks=8)
+    rig.put_on_disk(prompt(3), prompt(4, 100))
+    rig.start("first", prompt(3))
+    rig.start("second", prompt(4, 100), num_local_blocks=4)
+    for number in range(3):
+        rig.start(f"shares {number}", prompt(3))
+    rig.disk_jobs.run_all()
+    rig.poll()
+    leases = rig.store.stats().leases
+    assert rig.scheduler.match("second", 0, 4) == STAGING
+    for _ in range(3):
+        rig.poll()
+    assert rig.is_staging("second")
+    assert rig.store.stats().leases == leases == 12
+    for number in range(3):
+        rig.end(f"shares {number}")
+    rig.end("first")
+    rig.poll()
+    rig.disk_jobs.run_all()
+    assert rig.poll().ready == ("second",)
+    serve(rig, "second")
+    rig.verify_quiet()
+
+
+def test_a_step_begins_as_many_turns_as_it_has_time_for(open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arriving, "MAX_LOOKED", 64)
+    rig = open_disk(host_blocks=256)
+    names = [f"waits {number}" for number in range(80)]
+    rig.put_on_disk(prompt(14), *(prompt(1, 100 + 10 * number) for number in range(80)))
+    monkeypatch.setattr(arriving, "MAX_ACTIVE", 1)
+    rig.start("first", prompt(14))
+    for number, name in enumerate(names):
+        rig.start(name, prompt(1, 100 + 10 * number), options=KVOptions(max_wait_s=0.5))
+    rig.end("first")
+    monkeypatch.setattr(arriving, "MAX_ACTIVE", 1000)
+    rig.space._store.host.reset(rig.space.digest)
+    poll = rig.poll()
+    num_begun = len(rig.scheduler._restores.arrivals._running)
+    assert 0 < num_begun < 80
+    assert poll.next_deadline == rig.clock.now(), "the next step goes on with it"
+    for _ in range(10):
+        rig.poll()
+        rig.disk_jobs.run_all()
+    for name in names:
+        rig.end(name)
+    rig.verify_quiet()
+
+
+def test_what_a_store_raises_when_a_stage_begins_again_leaks_nothing(
+    open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = open_disk(host_blocks=8)
+    rig.put_on_disk(prompt(3))
+    rig.failing = [ReadOutcome.OK, ReadOutcome.OK, ReadOutcome.ERROR]
+    rig.start("a", prompt(3))
+    rig.disk_jobs.run_all()
+    stager = rig.store.stager
+    queued_bytes, calls = stager.queued_bytes, itertools.count(1)
+
+    def raising(source: Any) -> int:
+        if next(calls) == 2:  # the first asks for the lookup, the second for the stage
+            raise RuntimeError("queued_bytes")
+        return queued_bytes(source)
+
+    monkeypatch.setattr(stager, "queued_bytes", raising)
+    rig.poll()
+    assert next(calls) > 2
+    rig.end("a")
     rig.verify_quiet()
 
 
@@ -1069,7 +1231,7 @@ def test_stages_lease_half_of_host_memory_and_others_wait_their_turn(open_disk: 
     rig.put_on_disk(*(prompt(2, 100 * number) for number in range(6)))
     for number in range(6):
         rig.start(f"r{number}", prompt(2, 100 * number))
-    assert len(rig.scheduler._restores.arrivals._leased) == 4, "half of host memory"
+    assert len(rig.scheduler._restores.arrivals._keeper) == 4, "half of host memory"
     assert rig.poll().num_active == 6
     finished: list[str] = []
     for _ in range(3):

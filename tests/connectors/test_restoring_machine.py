@@ -224,7 +224,7 @@ class RestoringMachine(RuleBasedStateMachine):
         self.rig.check_integrity()
         arrivals = self.rig.scheduler._restores.arrivals
         assert len(arrivals._running) <= arriving.MAX_ACTIVE
-        assert len(arrivals._leased) <= max(1, self.rig.space.capacity_blocks // 2)
+        assert len(arrivals._keeper) <= max(1, self.rig.space.capacity_blocks // 2)
         assert self.rig.store.stats().errors == {}
 
     def teardown(self) -> None:

@@ -244,6 +244,25 @@ def test_r69_no_bound_is_negative_or_infinite(value: float) -> None:
         EngineRig(restore__capacity_bound_s=value)
 
 
+def test_r67_who_lost_its_prefix_is_looked_for_in_the_next_step_at_once() -> None:
+    """Nothing else is under way, whose end the engine could wait for."""
+    with Restores("kvtier", max_num_seqs=1) as story:
+        story.add("before", HELD, 1, KVOptions(store=False))
+        story.run()
+        story.occupy(3, max_tokens=4)
+        story.add("again", HELD, 2, KVOptions(store=False))  # the pool has it all but a token
+        story.rig.abort("busy")
+        story.pool.reset_cache()
+        result = story.step()
+        assert (result.num_tokens, story.state("again")) == (0, WAITING)
+        assert result.next_deadline is not None
+        assert result.next_deadline <= story.clock.now()
+        story.step()
+        assert story.state("again") is RUNNING
+        story.run()
+        story.verify_quiet()
+
+
 @pytest.mark.parametrize(("policy", "priority"), [("fcfs", 0), ("priority", -1)])
 def test_the_connector_is_told_a_priority_where_the_engine_goes_by_it(
     policy: str, priority: int, open_restores: Open

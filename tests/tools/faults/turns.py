@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.tools.mutation import Mutant
 
 ARRIVING = "connectors/kvtier_connectors/arriving.py"
+KEEPING = "connectors/kvtier_connectors/keeping.py"
 SCHEDULER = "connectors/kvtier_connectors/scheduler.py"
 TURNS = "connectors/kvtier_connectors/turns.py"
 
@@ -15,7 +16,7 @@ MUTANTS: list[Mutant] = [
         name="turns: time counts though others go first",
         rules=(),
         file=TURNS,
-        old="        elif self._has_stopped:\n",
+        old="        elif self.is_held and self._has_computed:\n",
         new="        elif False:\n",
         tests=TESTS,
     ),
@@ -23,8 +24,16 @@ MUTANTS: list[Mutant] = [
         name="turns: no time counts though the engine computes nothing",
         rules=(),
         file=TURNS,
-        old="return self.is_held and self.is_engine_busy",
-        new="return self.is_held",
+        old="        elif self.is_held and self._has_computed:\n",
+        new="        elif self.is_held:\n",
+        tests=TESTS,
+    ),
+    Mutant(
+        name="turns: an engine that computed once is busy for good",
+        rules=(),
+        file=TURNS,
+        old="self._seen_at, self._has_computed = now, False",
+        new="self._seen_at = now",
         tests=TESTS,
     ),
     Mutant(
@@ -38,25 +47,25 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="turns: a later one keeps what an earlier one needs",
         rules=(),
-        file=ARRIVING,
-        old="if kept.order < arrival.order or num_kept >= num_over:",
-        new="if True:",
+        file=KEEPING,
+        old="kept.order < arrival.order or num_looked",
+        new="True or num_looked",
         tests=TESTS,
     ),
     Mutant(
         name="turns: an earlier one lets go of what is kept for it",
         rules=(),
-        file=ARRIVING,
-        old="if kept.order < arrival.order or num_kept >= num_over:",
-        new="if num_kept >= num_over:",
+        file=KEEPING,
+        old="kept.order < arrival.order or num_looked",
+        new="num_looked",
         tests=TESTS,
     ),
     Mutant(
         name="turns: a later one lets go of what helps nobody",
         rules=(),
-        file=ARRIVING,
-        old="            if num_kept < num_over:\n",
-        new="            if not later:\n",
+        file=KEEPING,
+        old="return found if num_freed >= num_over else []",
+        new="return found",
         tests=TESTS,
     ),
     Mutant(
@@ -86,9 +95,65 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="host memory gives up what it has for one that waits",
         rules=(),
-        file=ARRIVING,
+        file=KEEPING,
         old="is_held = len(self._space.lease(digests, owner)) == len(digests)",
         new="is_held = False",
         tests=TESTS,
+    ),
+    Mutant(
+        name="turns: who is to be computed keeps what it does not go for",
+        rules=(),
+        file=ARRIVING,
+        old="        if arrival.episode.phase is not RestorePhase.READY:\n            self._let_go(arrival)\n",
+        new="        if arrival.episode.phase is not RestorePhase.READY:\n            pass\n",
+        tests=TESTS,
+    ),
+    Mutant(
+        name="turns: who waits to be staged again keeps what its last stage brought",
+        rules=(),
+        file=ARRIVING,
+        old="            self._let_go(arrival)  # of what an attempt before brought\n",
+        new="",
+        tests=TESTS,
+    ),
+    Mutant(
+        name="turns: nobody is looked at when the first of them ends",
+        rules=(),
+        file=ARRIVING,
+        old="        self._keeper.let_go(arrival)\n        self._is_full = False\n",
+        new="        self._keeper.let_go(arrival)\n",
+        tests=TESTS,
+    ),
+    Mutant(
+        name="turns: what is being read holds them too",
+        rules=(),
+        file=ARRIVING,
+        old="return has_kept and self._keeper.num_over(chosen.digests) > num_running",
+        new="return has_kept",
+        tests=TESTS,
+    ),
+    Mutant(
+        name="turns: what several share is let go by one of them",
+        rules=(),
+        file=KEEPING,
+        old="num_freed += uses[digest] == self._leased[digest] and digest not in wanted",
+        new="num_freed += 1",
+        tests=TESTS,
+    ),
+    Mutant(
+        name="turns: the rest of them waits for something else to happen",
+        rules=(),
+        file=ARRIVING,
+        old="        if self._new or self._has_more:\n",
+        new="        if self._new:\n",
+        tests=TESTS,
+    ),
+    Mutant(
+        name="who lost a prefix waits for something else to happen",
+        rules=(67,),
+        file="engine_adapter/kvtier_engine/scheduler.py",
+        old="next_deadline=-math.inf if self.admission.num_sent_back else poll.next_deadline,",
+        new="next_deadline=poll.next_deadline,",
+        tests=("tests/engine/test_rules_restore.py",),
     ),
 ]
