@@ -23,6 +23,8 @@ __all__ = ["HOST", "MAX_ACTIVE", "ArrivalFlow"]
 
 MAX_ACTIVE = 64
 """Requests for which tiers read at once: enough to keep any device busy. Others wait for one of them to end."""
+STUCK_S = 1.0
+"""Without another read begun, after which those that wait for their turn wait for the tiers."""
 
 
 class ArrivalFlow:
@@ -33,7 +35,8 @@ class ArrivalFlow:
     that goes after them lets go of what is kept for it; and each gives up when its own wait is over.
 
     Mutable state: `_new` (to be looked up at the next poll), `_running`, `_pending`, those that the keeper keeps, and
-    `_resting` (that wait for their admission with nothing kept for them), which are apart; `_is_full`, `_has_more`.
+    `_resting` (that wait for their admission with nothing kept for them), which are apart; what became of turns at the
+    last poll; how many blocks were read, and when that last changed.
     """
 
     def __init__(
@@ -58,7 +61,9 @@ class ArrivalFlow:
         self._resting: dict[Arrival, None] = {}
         self._keeper = HostKeeper(space, report)
         self._has_more = False  # nobody has looked at the rest of the pending since there is room
+        self._num_reads, self._read_at = 0, clock.now()
         self._is_full = False  # the first of the pending was refused, and nothing has ended since
+        self._is_blocked = False  # it was at the last poll
 
     @property
     def num_waiting(self) -> int:
@@ -78,7 +83,7 @@ class ArrivalFlow:
 
     def poll(self) -> list[Arrival]:
         """Advance all that wait; returns those that wait no more. O(running), and the timers that ran out."""
-        self._pending.tick()
+        self._pending.tick(is_held=self._is_held())
         self._observe_first()
         ended = [arrival for arrival in list(self._new) if self._has_ended(arrival)]
         # The last first: one that is given up lets the next be read, which would be in vain if that is given up too.
@@ -214,10 +219,9 @@ class ArrivalFlow:
         assert found is not None, "a stage begins with what a lookup found"
         chosen = found.first(episode.num_blocks)
         if (self._pending and not arrival.has_turn) or not self._has_room(chosen):
-            self._let_go(arrival)  # of what an attempt before brought
+            self._let_go(arrival)  # of what an attempt before brought; and it may be the first by now
             arrival.has_turn = False
             self._pending.add(arrival)
-            self._is_full = self._is_full and self._pending.first is not arrival
             return False
         arrival.has_turn = False
         self._pending.discard(arrival)
@@ -300,7 +304,7 @@ class ArrivalFlow:
 
     def _next_turns(self) -> Iterator[Arrival]:
         """Those of the pending for which there is room now, in their order, as many as a step has time for."""
-        num_looked, self._has_more = 0, False
+        num_looked, self._has_more, self._is_blocked = 0, False, self._is_full
         while (arrival := self._pending.first) is not None and not self._is_full:
             if num_looked > MAX_LOOKED:
                 self._has_more = True
@@ -312,14 +316,16 @@ class ArrivalFlow:
                 arrival.has_turn = True
                 yield arrival
             else:
-                self._is_full = True
-                self._pending.is_held = self._is_held_by_kept(chosen)
+                self._is_full = self._is_blocked = True
 
-    def _is_held_by_kept(self, chosen: Located) -> bool:
-        """Whether there would be no room either if all that is being read came at once."""
-        num_running = sum(len(running.digests_kept) for running in self._running)
-        has_kept = len(self._running) < MAX_ACTIVE and len(self._keeper.kept) > 0
-        return has_kept and self._keeper.num_over(chosen.digests) > num_running
+    def _is_held(self) -> bool:
+        """Whether those that wait for their turn wait for the engine: for room that is kept for others, while the tiers
+        give back what they are asked for."""
+        now, num_reads = self._clock.now(), self._stager.num_reads
+        if num_reads != self._num_reads or not self._running or now < self._read_at:
+            self._num_reads, self._read_at = num_reads, now
+        is_moving = now - self._read_at < STUCK_S
+        return is_moving and self._is_blocked and len(self._running) < MAX_ACTIVE and len(self._keeper.kept) > 0
 
     def _refreshed(self) -> Iterator[Arrival]:
         """Look up again what ready ones wait with, when the answer is old; those that lost it and are to be staged."""
@@ -351,7 +357,6 @@ class ArrivalFlow:
     def _let_go(self, arrival: Arrival) -> None:
         self._keeper.let_go(arrival)
         self._is_full = False
-        self._pending.is_held = self._pending.is_held and len(self._keeper.kept) > 0
 
     def _rest_unkept(self, arrival: Arrival) -> None:
         if not arrival.episode.is_expired:  # else nothing is looked up for it again

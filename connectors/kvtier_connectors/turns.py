@@ -21,11 +21,11 @@ HELD_LOOK_S = 0.1
 class StageTurns:
     """Requests whose stage cannot begin yet. Engine's thread only.
 
-    Each gives up when its own wait is over. While they are *held*, by what is kept for requests that wait for the
-    engine, and the engine computes, no time counts: others go first, whatever the tiers do, and that is ordinary
-    queueing. An engine that computes nothing does not make them wait for long.
+    Each gives up when its own wait is over. While they are *held*, for want of room that is kept for requests that wait
+    for the engine, and the engine computes, no time counts: others go first, whatever the tiers do, and that is
+    ordinary queueing. An engine that computes nothing does not make them wait for long.
 
-    Mutable state: `_waiting`; `_timers`, at the latest when each of them is to be looked at; `is_held`; `_held_s`, how
+    Mutable state: `_waiting`; `_timers`, at the latest when each of them is to be looked at; `_is_held`; `_held_s`, how
     long that was, in all, while the engine computed; `_seen_at` and `_has_computed`, of the last tick and since.
     """
 
@@ -37,7 +37,7 @@ class StageTurns:
         self._serials = itertools.count()
         self._seen_at = clock.now()
         self._held_s = 0.0
-        self.is_held = False
+        self._is_held = False
         self._has_computed = False
 
     def __len__(self) -> int:
@@ -69,14 +69,14 @@ class StageTurns:
         """The engine computed something since the last tick."""
         self._has_computed = True
 
-    def tick(self) -> None:
-        """Once a step, before anything else: time went by."""
+    def tick(self, *, is_held: bool) -> None:
+        """Once a step, before anything else: time went by, in which they were held or not."""
         now = self._clock.now()
         if now < self._seen_at:  # the clock went back, and timers would ring as much too late: look when each is due
             self._timers = [(now, next(self._serials), arrival) for arrival in self._waiting]
-        elif self.is_held and self._has_computed:
+        elif is_held and self._has_computed:
             self._held_s += now - self._seen_at
-        self._seen_at, self._has_computed = now, False
+        self._seen_at, self._has_computed, self._is_held = now, False, is_held
 
     def settle(self, arrival: Arrival) -> None:
         """Take what does not count off its wait."""
@@ -109,5 +109,5 @@ class StageTurns:
         now, due = self._clock.now(), arrival.episode.deadline
         when = now if due is None else due
         heapq.heappush(
-            self._timers, (max(when, now + HELD_LOOK_S) if self.is_held else when, next(self._serials), arrival)
+            self._timers, (max(when, now + HELD_LOOK_S) if self._is_held else when, next(self._serials), arrival)
         )
