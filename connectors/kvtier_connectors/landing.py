@@ -11,7 +11,7 @@ from kvtier.keys import BlockDigest
 from kvtier.pool import Lease, Owner
 from kvtier.store import Space
 from kvtier_connectors.contract import BlockPoolView, CopyDirection, CopyJob, CopyResult
-from kvtier_connectors.storing import blocks_per_job
+from kvtier_connectors.copies import blocks_per_job
 
 __all__ = ["Landed", "Landing", "LandingFlow"]
 

@@ -188,11 +188,12 @@ class KVTierScheduler(ConnectorScheduler):
             self._stores.publish(PublishedBlock(block_id, digests[index], parent))
 
     @hook(lambda: NO_COPIES)
-    def plan_step(self, reused: Sequence[int], demand: StepDemand) -> TransferPlan:
+    def plan_step(self, reused: Sequence[int], demand: StepDemand, *, is_fenced: bool = False) -> TransferPlan:
+        rescued, fence = self._rescue(reused) if is_fenced else ([], ())
         self._forget_reused(reused)
         self._note_work(demand)
-        jobs = (*self._restores.landings.plan(), *self._plan_stores(demand))
-        return TransferPlan(jobs, self._restores.landings.num_awaited + self._stores.num_copying)
+        jobs = (*self._restores.landings.plan(), *rescued, *self._plan_stores(demand))
+        return TransferPlan(jobs, self._restores.landings.num_awaited + self._stores.num_copying, fence)
 
     @hook(lambda: cast("list[RestoreOutcome]", []))
     def complete(self, results: Sequence[CopyResult]) -> list[RestoreOutcome]:
@@ -342,6 +343,12 @@ class KVTierScheduler(ConnectorScheduler):
         self._notice_reset()
         self._take_evictions()
         return self._stores.plan(demand)
+
+    @hook(lambda: cast("tuple[list[CopyJob], tuple[int, ...]]", ([], ())))
+    def _rescue(self, reused: Sequence[int]) -> tuple[list[CopyJob], tuple[int, ...]]:
+        self._notice_reset()
+        self._take_evictions()
+        return self._stores.rescue(reused)
 
     # Hooks of their own, so that what they raise is not the end of the call around them.
 

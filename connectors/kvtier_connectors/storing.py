@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 from kvtier.clock import Clock
@@ -15,60 +14,22 @@ from kvtier.metrics import Ledger
 from kvtier.reasons import DropReason
 from kvtier.store import Space
 from kvtier.tiers.reservation import Reservation
-from kvtier_connectors.contract import (
-    BlockPoolView,
-    CopyDirection,
-    CopyFailure,
-    CopyJob,
-    CopyResult,
-    StepDemand,
-)
+from kvtier_connectors.contract import BlockPoolView, CopyDirection, CopyFailure, CopyJob, CopyResult, StepDemand
+from kvtier_connectors.copies import FAILURE_TO_REASON, TRIED_AGAIN, Copying, StoreJob, blocks_per_job
 from kvtier_connectors.due import DuePolicy
 from kvtier_connectors.faults import CAUGHT
 from kvtier_connectors.published import PublishedBlock, PublishedBlocks
 
-__all__ = ["StoreFlow", "blocks_per_job"]
+__all__ = ["StoreFlow"]
 
 logger = logging.getLogger("kvtier.connector")
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-JOB_BYTES = 32 << 20  # a restore waits for one running job at most: a few milliseconds
 COPY_TIMEOUT_S = 60.0
 """After how long a copy down that was not told over is given up. It takes milliseconds."""
 PIN_HOLDER = "store"
-
-FAILURE_TO_REASON = {
-    CopyFailure.BACKLOG: DropReason.BACKLOG,
-    CopyFailure.NO_FENCE: DropReason.COPY_FAILED,
-    CopyFailure.RAISED: DropReason.COPY_FAILED,
-    CopyFailure.CLOSED: DropReason.CLOSED,
-}
-
-# The block may still be stored at a later look at the queue, and must be before its descendants.
-TRIED_AGAIN = frozenset(
-    {DropReason.BACKLOG, DropReason.COPY_FAILED, DropReason.HOST_FULL, DropReason.ORPHAN, DropReason.TIER_ERROR}
-)
-
-
-def blocks_per_job(block_bytes: int) -> int:
-    """How many blocks of this size one copy job takes."""
-    return max(1, JOB_BYTES // block_bytes)
-
-
-@dataclass(eq=False, slots=True)
-class _Copying:
-    block: PublishedBlock
-    reservation: Reservation
-    overtaken: bool = False
-    """The engine reused the block although it is pinned: what was copied may be anything."""
-
-
-@dataclass(eq=False, slots=True)
-class _Job:
-    blocks: list[_Copying]
-    begun_at: float
 
 
 class StoreFlow:
@@ -105,9 +66,9 @@ class StoreFlow:
         self._report = report
         self._owner = space.owner("stores")
         self._due: OrderedDict[int, PublishedBlock] = OrderedDict()
-        self._copying: dict[int, _Copying] = {}
-        self._jobs: dict[int, _Job] = {}
-        self._abandoned: dict[int, list[_Copying]] = {}
+        self._copying: dict[int, Copying] = {}
+        self._jobs: dict[int, StoreJob] = {}
+        self._abandoned: dict[int, list[Copying]] = {}
         self._seen_at = clock.now()
         # Blocks that no prompt can reach in the store, as an ancestor is neither there nor in the GPU pool; and the
         # digests of those ancestors. Each is dropped once, and looked at again when one of the ancestors comes back.
@@ -145,8 +106,9 @@ class StoreFlow:
         self._lost.discard(block_id)
         if not self._lost:
             self._missing.clear()
-        if block_id in self._copying:
-            self._copying[block_id].overtaken = True
+        copying = self._copying.get(block_id)
+        if copying is not None and not copying.is_fenced:
+            copying.overtaken = True
         if self._due.pop(block_id, None) is not None:
             self.ledger.add_dropped(DropReason.OVERTAKEN, 1)
         elif was_dirty:
@@ -165,8 +127,28 @@ class StoreFlow:
             block = self._blocks.get(block_id)
             if block is not None and self._blocks.is_dirty(block_id):
                 self._make_due(block)
-        begun: list[_Copying] = []
-        while self._due and len(self._copying) < self._max_inflight and not self._abandoned:
+        return self._begin_due(self._max_inflight)
+
+    def rescue(self, block_ids: Sequence[int]) -> tuple[list[CopyJob], tuple[int, ...]]:
+        """These are reused in this step: begin to store what they hold; the jobs that read them, which the engine waits
+        for before it writes them."""
+        for block_id in block_ids:
+            block = self._blocks.get(block_id)
+            if block is not None and self._blocks.is_dirty(block_id):
+                self._make_due(block)
+        jobs, reused = self._begin_due(len(self._due) + len(self._copying)), set(block_ids)
+        fence: list[int] = []
+        for job_id, job in self._jobs.items():
+            fenced = [item for item in job.blocks if item.block.block_id in reused]
+            for item in fenced:
+                item.is_fenced = True
+            fence += [job_id] if fenced else []
+        return jobs, tuple(fence)
+
+    def _begin_due(self, max_copying: int) -> list[CopyJob]:
+        """Begin copies, prefix before tail, until so many are under way."""
+        begun: list[Copying] = []
+        while self._due and len(self._copying) < max_copying and not self._abandoned:
             copying = self._begin(self._due.popitem(last=False)[1])
             if copying is not None:
                 begun.append(copying)
@@ -326,13 +308,13 @@ class StoreFlow:
             return False
         return self._blocks.is_dirty(block.block_id) or not self._space.holds(block.digest)
 
-    def _begin(self, block: PublishedBlock) -> _Copying | None:
+    def _begin(self, block: PublishedBlock) -> Copying | None:
         """Reserve a slot and pin the source, or drop the block with its reason."""
         reservation = self._attempt("reserve", self._reserve, block)
         if not isinstance(reservation, DropReason):
             pinned = self._attempt("pin", self._pool.pin, block.block_id, PIN_HOLDER)
             if pinned is None:
-                copying = self._copying[block.block_id] = _Copying(block, reservation)
+                copying = self._copying[block.block_id] = Copying(block, reservation)
                 return copying
             self._attempt("abort", self._space.abort, reservation)
             reservation = pinned
@@ -344,19 +326,19 @@ class StoreFlow:
             return DropReason.ORPHAN
         return self._space.reserve(block.digest, block.parent, self._owner)
 
-    def _release(self, copying: Sequence[_Copying]) -> None:
+    def _release(self, copying: Sequence[Copying]) -> None:
         for item in copying:
             del self._copying[item.block.block_id]
             self._attempt("unpin", self._pool.unpin, item.block.block_id)
 
-    def _end_abandoned(self, copying: Sequence[_Copying]) -> None:
+    def _end_abandoned(self, copying: Sequence[Copying]) -> None:
         """The copy ended after all: its slots are free, and what the GPU pool still holds may be stored again."""
         for item in copying:
             self._attempt("abort", self._space.abort, item.reservation)
             if self._blocks.get(item.block.block_id) == item.block and not self._is_pending(item.block):
                 self._blocks.mark_dirty(item.block.digest)
 
-    def _commit(self, item: _Copying) -> DropReason | None:
+    def _commit(self, item: Copying) -> DropReason | None:
         """None when the block is stored now."""
         if item.reservation.namespace != self._space.digest:
             return DropReason.RESET
@@ -377,9 +359,9 @@ class StoreFlow:
     def _reachable(self, parent: BlockDigest | None) -> bool:
         return parent is None or self._space.reaches(parent)
 
-    def _job(self, copying: list[_Copying]) -> CopyJob:
+    def _job(self, copying: list[Copying]) -> CopyJob:
         job_id = next(self._job_ids)
-        self._jobs[job_id] = _Job(copying, self._clock.now())
+        self._jobs[job_id] = StoreJob(copying, self._clock.now())
         return CopyJob(
             job_id,
             CopyDirection.STORE,

@@ -25,13 +25,14 @@ def sample_blocks(
     Takes half a minute; the first time half a minute more, to convert the model. Raises ConfigError where a package of
     the engine extra, or the model's, is missing.
     """
+    from kvtier_connectors.fingerprint import model_fingerprint
     from kvtier_engine.config import EngineConfig
     from kvtier_engine.demo.sessions import make_sessions
     from kvtier_engine.hf_runner import HFRunner
     from kvtier_engine.llm import LLM
     from kvtier_engine.sampling import SamplingParams
     from kvtier_engine.tokenizer import Tokenizer
-    from kvtier_engine.weights import ensure_default_model, model_fingerprint
+    from kvtier_engine.weights import ensure_default_model
 
     directory = ensure_default_model(logger.info) if model_dir is None else Path(model_dir)
     tokenizer = Tokenizer.load(directory)

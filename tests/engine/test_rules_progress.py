@@ -135,7 +135,7 @@ class Told(ConnectorScheduler):
 
     def publish(self, request_id: str, first_block: int, block_ids: Sequence[int]) -> None: ...
 
-    def plan_step(self, reused: Sequence[int], demand: StepDemand) -> TransferPlan:
+    def plan_step(self, reused: Sequence[int], demand: StepDemand, *, is_fenced: bool = False) -> TransferPlan:
         return NO_COPIES
 
     def complete(self, results: Sequence[CopyResult]) -> list[RestoreOutcome]:

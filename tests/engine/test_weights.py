@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
+from kvtier_connectors.fingerprint import model_fingerprint
 from kvtier_engine import weights
 
 # Converts in another process: says when it is half done, and finishes once it is told to.
@@ -187,8 +188,8 @@ def test_a_fingerprint_is_the_same_for_a_copy_and_for_another_writer(tmp_path: P
     first = write_model(tmp_path / "a", {"hidden_size": 8, "transformers_version": "5.0"}, b"one", b"two")
     second = write_model(tmp_path / "b", {"transformers_version": "5.1", "hidden_size": 8}, b"one", b"two")
     (second / "README.md").write_text("other")
-    assert weights.model_fingerprint(first) == weights.model_fingerprint(second)
-    assert len(weights.model_fingerprint(first)) == 64
+    assert model_fingerprint(first) == model_fingerprint(second)
+    assert len(model_fingerprint(first)) == 64
 
 
 @pytest.mark.parametrize(
@@ -203,14 +204,14 @@ def test_a_fingerprint_changes_with_config_and_content(
     config: dict[str, object], shards: tuple[bytes, ...], tmp_path: Path
 ) -> None:
     first = write_model(tmp_path / "a", {"hidden_size": 8}, b"one", b"two")
-    assert weights.model_fingerprint(first) != weights.model_fingerprint(write_model(tmp_path / "b", config, *shards))
+    assert model_fingerprint(first) != model_fingerprint(write_model(tmp_path / "b", config, *shards))
 
 
 def test_a_directory_without_a_model_has_no_fingerprint(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
-        weights.model_fingerprint(tmp_path)
+        model_fingerprint(tmp_path)
     with pytest.raises(ConfigError, match=r"no \.safetensors file"):
-        weights.model_fingerprint(write_model(tmp_path / "a", {}))
+        model_fingerprint(write_model(tmp_path / "a", {}))
 
 
 @pytest.mark.model

@@ -21,7 +21,7 @@ from kvtier_connectors.bench.figures import Figure, measure_pairs, seconds_of, s
 from kvtier_connectors.bench.idle import idle_figure
 from kvtier_connectors.bench.memory import peak_memory_figure
 from kvtier_connectors.contract import WRITTEN, CopyDirection, CopyJob, TransferPlan
-from kvtier_connectors.storing import blocks_per_job
+from kvtier_connectors.copies import blocks_per_job
 from kvtier_connectors.worker import KVTierWorker
 from kvtier_kernels import BlockPlanes
 

@@ -88,13 +88,14 @@ def _run(
     import torch
 
     from kvtier.frame import frame_bytes
+    from kvtier_connectors.fingerprint import model_fingerprint
     from kvtier_engine.config import EngineConfig
     from kvtier_engine.demo.directory import check_room, fresh_directory
     from kvtier_engine.demo.measure import Measurement, Model
     from kvtier_engine.demo.sessions import make_sessions
     from kvtier_engine.hf_runner import HFRunner
     from kvtier_engine.tokenizer import Tokenizer
-    from kvtier_engine.weights import ensure_default_model, model_fingerprint
+    from kvtier_engine.weights import ensure_default_model
 
     torch.set_num_threads(1)  # bf16 sums come out alike only on one thread
     with fresh_directory(disk) as disk_dir:

@@ -169,11 +169,11 @@ class ScriptedScheduler(ConnectorScheduler):
 
     # ---- copies --------------------------------------------------------------------------------------------------
 
-    def plan_step(self, reused: Sequence[int], demand: StepDemand) -> TransferPlan:
+    def plan_step(self, reused: Sequence[int], demand: StepDemand, *, is_fenced: bool = False) -> TransferPlan:
+        del is_fenced
         self.stores.forget(reused)
-        work = demand.work
-        self.decision.observe_prefill(work.num_tokens, work.num_pairs, work.seconds)
-        self.decision.set_backlog(work.backlog_tokens)
+        self.decision.observe_prefill(demand.work.num_tokens, demand.work.num_pairs, demand.work.seconds)
+        self.decision.set_backlog(demand.work.backlog_tokens)
         jobs = [task.job() for task in self.landings.plan()]
         if self.store_all:
             jobs += [task.job() for task in self.stores.begin()]

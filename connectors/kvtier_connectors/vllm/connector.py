@@ -1,0 +1,228 @@
+"""`KVTierConnector`: what vLLM constructs, once in its scheduler and once in each worker."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+
+from kvtier.config import load_settings
+from kvtier.errors import ConfigError
+from kvtier.keys import Namespace, Shard
+from kvtier_connectors.fingerprint import model_fingerprint
+from kvtier_connectors.vllm.messages import StepPlan, StepReport
+from kvtier_connectors.vllm.pages import Pages
+from kvtier_connectors.vllm.scheduler import SchedulerSide
+from kvtier_connectors.vllm.worker import WorkerSide
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+__all__ = ["KVTierConnector"]
+
+logger = logging.getLogger("kvtier.vllm")
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+OPTIONS = frozenset({"config", "model", "settings"})
+HASHES = ("sha256", "sha256_cbor")
+
+
+def _guarded(otherwise: Callable[[], object]) -> Callable[[Method], Method]:
+    """An exception in a connector's hook would end vLLM's engine: log the first of each kind and go on without kvtier's
+    answer."""
+
+    def guard(method: Method) -> Method:
+        @wraps(method)
+        def call(self: KVTierConnector, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - told, and of no consequence to the engine
+                self.note_error(method.__name__, error)
+                return otherwise()
+
+        return cast("Method", call)
+
+    return guard
+
+
+class KVTierConnector(KVConnectorBase_V1):
+    """A cache in host memory and on disk below vLLM's GPU pool: blocks are stored shortly before vLLM reuses them, and
+    loaded when a prompt returns, if that beats computing.
+
+    Options (`kv_connector_extra_config`): `config`, a TOML file of kvtier's settings; `settings`, some of them by
+    dotted name; `model`, what identifies the weights, if they are not to be read for that.
+
+    Loads are asynchronous; only blocks that are in host memory are promised. A best-effort cache: what goes wrong is
+    computed.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        """Raises ConfigError, with the option to change, for what cannot work."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        parallel = vllm_config.parallel_config
+        self._pages = Pages(kv_cache_config, parallel.tensor_parallel_size)
+        self._errors: set[tuple[str, str]] = set()
+        self._scheduler_side: SchedulerSide | None = None
+        self._worker_side: WorkerSide | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler_side = _open_scheduler(vllm_config, self._pages)
+        else:
+            self._worker_side = WorkerSide(self._pages, parallel.rank % parallel.tensor_parallel_size)
+
+    def note_error(self, where: str, error: Exception) -> None:
+        """Tell the first error of each kind and place."""
+        kind = (where, type(error).__name__)
+        if kind not in self._errors:
+            self._errors.add(kind)
+            logger.error("%s failed; vLLM goes on without it: %s", where, error, exc_info=error)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: what is not stored is computed again."""
+        return False
+
+    @property
+    def scheduler_side(self) -> SchedulerSide:
+        """The half beside vLLM's scheduler; only in that process."""
+        assert self._scheduler_side is not None
+        return self._scheduler_side
+
+    @property
+    def worker_side(self) -> WorkerSide:
+        """The half in a worker; only there."""
+        assert self._worker_side is not None
+        return self._worker_side
+
+    # ---- vLLM's scheduler ----------------------------------------------------------------------------------------
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self.scheduler_side.bind(kv_cache_manager, kv_cache_manager.block_pool)
+
+    @_guarded(lambda: None)
+    def on_new_request(self, request: Request) -> None:
+        self.scheduler_side.start(request)
+
+    @_guarded(lambda: (0, False))
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self.scheduler_side.num_loadable(request, num_computed_tokens)
+
+    @_guarded(lambda: None)
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self.scheduler_side.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self.scheduler_side.plan(scheduler_output)
+
+    @_guarded(lambda: None)
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, StepReport):
+            self.scheduler_side.take_report(report)
+
+    @_guarded(lambda: (False, None))
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        del block_ids
+        self.scheduler_side.finished(request)
+        return False, None
+
+    @_guarded(lambda: False)
+    def has_pending_push_work(self) -> bool:
+        return self.scheduler_side.is_busy
+
+    @_guarded(lambda: False)
+    def reset_cache(self) -> bool | None:
+        return self.scheduler_side.reset()
+
+    def take_events(self) -> Iterable[Any]:
+        return ()
+
+    # ---- vLLM's workers ------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.worker_side.register(kv_caches)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        self._begin_step(kv_connector_metadata)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._begin_step(connector_metadata)
+
+    @_guarded(lambda: None)
+    def _begin_step(self, metadata: KVConnectorMetadata) -> None:
+        if isinstance(metadata, StepPlan):
+            self.worker_side.begin_step(metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Loads were begun with the step."""
+        del forward_context, kwargs
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """No forward needs a load that is under way."""
+        del layer_name
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Blocks are stored whole, later."""
+        del layer_name, kv_layer, attn_metadata, kwargs
+
+    def wait_for_save(self) -> None:
+        """No store is waited for."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        del finished_req_ids
+        return None, self.worker_side.take_received()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self.worker_side.take_lost()
+
+    def build_connector_worker_meta(self) -> StepReport:
+        return self.worker_side.report()
+
+    @_guarded(lambda: None)
+    def shutdown(self) -> None:
+        if self._worker_side is not None:
+            self._worker_side.close()
+        if self._scheduler_side is not None:
+            self._scheduler_side.close()
+
+
+def _open_scheduler(vllm_config: VllmConfig, pages: Pages) -> SchedulerSide:
+    extra = dict(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
+    if unknown := sorted(extra.keys() - OPTIONS):
+        raise ConfigError(f"kv_connector_extra_config has {unknown}; kvtier knows {sorted(OPTIONS)}")
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    if algorithm not in HASHES:
+        raise ConfigError(
+            f"vLLM hashes blocks with {algorithm}, by which different prompts may be taken for one another: start it "
+            f"with --prefix-caching-hash-algo sha256"
+        )
+    path = extra.get("config")
+    settings = load_settings(None if path is None else Path(path), overrides=extra.get("settings"))
+    model_config = vllm_config.model_config
+    model = extra.get("model") or model_fingerprint(model_config.model)
+    revision = f"{model_config.dtype} {vllm_config.cache_config.cache_dtype} vllm {vllm.__version__} {algorithm}"
+    namespace = Namespace(str(model), revision, pages.layout, pages.name, Shard(0, 1))
+    if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+        logger.warning(
+            "kv_load_failure_policy is %r: a copy that fails ends its request; set it to 'recompute'",
+            vllm_config.kv_transfer_config.kv_load_failure_policy,
+        )
+    scheduler = vllm_config.scheduler_config
+    return SchedulerSide(settings, namespace, pages.num_ranks, scheduler.max_num_batched_tokens, scheduler.max_num_seqs)

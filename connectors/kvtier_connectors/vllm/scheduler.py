@@ -1,0 +1,350 @@
+"""The half beside vLLM's scheduler: store, tiers and decisions, told what vLLM does and asked what to load."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from kvtier.config import Settings
+from kvtier.keys import BlockDigest, Namespace
+from kvtier.store import Store
+from kvtier_connectors.contract import (
+    CopyDirection,
+    CopyJob,
+    CopyResult,
+    KVOptions,
+    RequestInfo,
+    RestoreOutcome,
+    StepDemand,
+    StepWork,
+)
+from kvtier_connectors.scheduler import KVTierScheduler
+from kvtier_connectors.vllm.blocks import VllmBlocks
+from kvtier_connectors.vllm.messages import HostAddress, Landed, StepPlan, StepReport
+
+__all__ = ["SchedulerSide"]
+
+ABORTED = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
+MAX_LOOKED_WAITING = 8
+"""Requests at the head of vLLM's queue whose need counts as demand for free blocks."""
+
+
+@dataclass(eq=False)
+class _Load:
+    """One load of a request: the destinations that vLLM was promised, and how many copies write them yet."""
+
+    request_id: str
+    blocks: tuple[int, ...]
+    num_copying: int
+    num_good: int | None = None
+    """The first blocks that hold their bytes; None until that is known."""
+
+
+@dataclass(eq=False)
+class _Live:
+    """A request between its arrival and its end."""
+
+    request: Request
+    num_preemptions: int = 0
+    """As vLLM counts them, when it last came to wait."""
+    num_local: int = 0
+    """Leading blocks that vLLM's prefix cache had when it last asked."""
+    num_published: int = 0
+    promised: int = 0
+    """Blocks that vLLM was told it could load, until it allocates for them."""
+    is_counted: bool = False
+    """It was admitted since it last came to wait."""
+    has_given_up: bool = False
+    """A load failed, or it waited for GPU blocks for too long: nothing more is promised until it is preempted, so that
+    it is admitted by its first chunk."""
+    load: _Load | None = None
+    steps: deque[tuple[int, int]] = field(default_factory=deque)
+    """Forwards under way: the plan's serial, and how many of its tokens are computed when it has ended."""
+
+
+class SchedulerSide:
+    """Owns the store and the scheduler half of the contract, and translates. Engine's thread only; nothing blocks.
+
+    vLLM marks blocks as cached before the forward that fills them; so what was computed is known here: a step's blocks
+    are published when its workers have told that it ended, or when vLLM ends the request by what the step put out.
+
+    Mutable state: everything but store and space.
+    """
+
+    def __init__(
+        self, settings: Settings, namespace: Namespace, num_ranks: int, max_step_tokens: int, max_seqs: int
+    ) -> None:
+        """max_step_tokens, max_seqs: the most that one step computes, and for how many requests."""
+        self.store = Store(settings)
+        self._settings = settings
+        self._block_tokens = namespace.layout.block_tokens
+        self._step_budget = -(-max_step_tokens // self._block_tokens) + max_seqs
+        self._num_ranks = num_ranks
+        self.space = self.store.open_space(namespace)
+        memory = self.store.pool
+        self._host = HostAddress(os.getpid(), memory.fd, memory.buffer.nbytes)
+        self._manager: KVCacheManager | None = None
+        self._blocks: VllmBlocks | None = None
+        self._halves: KVTierScheduler | None = None
+        self._live: dict[str, _Live] = {}
+        self._waiting: dict[str, None] = {}
+        self._loads: dict[int, _Load] = {}
+        """By destination block, until the last copy of a load ended."""
+        self._jobs: dict[int, tuple[_Load, int, set[int]]] = {}
+        """Jobs of loads: how many blocks each copies, and the workers that have told its end."""
+        self._landed: list[Landed] = []
+        self._allocated: list[int] = []
+        self._serial = 0
+        self._began_at = 0.0
+        self._work = StepWork(0, 0.0, 0.0, 0)
+        self._prompt_work: dict[int, tuple[int, float]] = {}
+
+    def bind(self, manager: KVCacheManager, pool: BlockPool) -> None:
+        """vLLM's block tables and pool exist now."""
+        self._manager, self._blocks = manager, VllmBlocks(pool)
+        self._halves = KVTierScheduler(self.store, self.space, self._blocks, self._settings, num_ranks=self._num_ranks)
+
+    @property
+    def kv(self) -> KVTierScheduler:
+        assert self._halves is not None, "vLLM binds its block pool before the first request"
+        return self._halves
+
+    # ---- a request -----------------------------------------------------------------------------------------------
+
+    def start(self, request: Request) -> None:
+        """A request arrived: what only lower tiers hold of it begins to come."""
+        assert self._blocks is not None
+        self._live[request.request_id] = live = _Live(request)
+        self._waiting[request.request_id] = None
+        live.num_local = self._blocks.num_cached(request.block_hashes)
+        options = KVOptions(restore=not getattr(request, "skip_reading_prefix_cache", False))
+        digests: Sequence[BlockDigest] = request.block_hashes
+        self.kv.start_request(RequestInfo(request.request_id, digests, options, live.num_local, request.num_tokens))
+
+    def num_loadable(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens behind these may be loaded; None: ask again, for blocks are on their way to host memory."""
+        live = self._live.get(request.request_id)
+        if live is None:
+            return 0, False
+        self._check_preempted(live)
+        if live.has_given_up:
+            return 0, False
+        live.num_local = num_computed_tokens // self._block_tokens
+        match = self.kv.match(request.request_id, live.num_local, self._max_blocks(live))
+        if match.is_staging:
+            return None, False
+        live.promised = match.num_blocks
+        return match.num_blocks * self._block_tokens, match.num_blocks > 0
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> None:
+        """vLLM allocated blocks for a request, `num_tokens` of which it expects to be loaded."""
+        live = self._live.get(request.request_id)
+        if live is None:
+            return
+        ids = blocks.get_block_ids()[0]
+        self._waiting.pop(request.request_id, None)
+        self._allocated += ids[live.num_local :]
+        live.promised = 0
+        if num_tokens:
+            self._begin_load(live, tuple(ids[live.num_local : live.num_local + num_tokens // self._block_tokens]))
+        elif not live.is_counted:
+            live.is_counted = True
+            live.num_published = live.num_local
+            self.kv.admit(request.request_id, live.num_local, self._max_blocks(live), ())
+
+    def finished(self, request: Request) -> None:
+        """vLLM ended a request, in whatever state. What the last forward filled is published first, if it counts."""
+        live = self._live.pop(request.request_id, None)
+        self._waiting.pop(request.request_id, None)
+        if live is None:
+            return
+        if request.status not in ABORTED:
+            while live.steps:
+                self._publish_computed(live, live.steps.popleft()[1])
+        self.kv.finish_request(request.request_id)
+        if live.load is not None:  # its copies go on, and vLLM keeps the blocks until it is told
+            live.load.num_good = 0
+            self._end_load(live.load)
+
+    # ---- a step --------------------------------------------------------------------------------------------------
+
+    def plan(self, output: SchedulerOutput) -> StepPlan:
+        """vLLM has scheduled a step: what the workers copy meanwhile, and which loads are over."""
+        assert self._blocks is not None
+        self._serial += 1
+        self._began_at = self.store.clock.now()
+        for request_id in output.preempted_req_ids or ():
+            if (live := self._live.get(request_id)) is not None:
+                self._check_preempted(live)
+        self._refuse()
+        self._note_scheduled(output)
+        self._take_outcomes(self.kv.poll_restores().outcomes)
+        reused, self._allocated = self._allocated, []
+        if reused or output.finished_req_ids or output.preempted_req_ids:
+            self._blocks.note_change()
+        demand = StepDemand(len(reused), self._step_budget, self._demand(), self._take_work())
+        plan = self.kv.plan_step(reused, demand, is_fenced=True)
+        for job in plan.jobs:
+            self._note_job(job)
+        landed, self._landed = tuple(self._landed), []
+        return StepPlan(self._serial, self._host, plan.jobs, plan.fence, landed)
+
+    def take_report(self, report: StepReport) -> None:
+        """A step ended in every worker: what its forward filled holds KV now, and copies came to their ends."""
+        self._note_time(report.serial)
+        for live in self._live.values():
+            while live.steps and live.steps[0][0] <= report.serial:
+                self._publish_computed(live, live.steps.popleft()[1])
+        ended = [result for result in report.results if self._has_ended(result)]
+        self._take_outcomes(self.kv.complete(report.results))
+        for result in ended:
+            load, num_blocks, _ = self._jobs.pop(result.job_id)
+            load.num_copying -= num_blocks
+            self._end_load(load)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether vLLM must go on stepping though it has no request: copies have not ended, or are not told."""
+        return bool(self._landed) or self.kv.stats().in_flight_blocks > 0
+
+    def reset(self) -> bool:
+        """Forget all KV, in every tier."""
+        return self.kv.reset()
+
+    def close(self) -> None:
+        """What is in host memory goes to the disk, within a bound; then everything is given back."""
+        if self._halves is not None:
+            self._halves.close()
+        self.store.flush(4.0)
+        self.store.close()
+
+    # ---- parts of it ---------------------------------------------------------------------------------------------
+
+    def _max_blocks(self, live: _Live) -> int:
+        """Full blocks behind the local ones, one token left to compute."""
+        num_full = (int(live.request.num_tokens) - 1) // self._block_tokens
+        return max(0, num_full - live.num_local)
+
+    def _begin_load(self, live: _Live, blocks: tuple[int, ...]) -> None:
+        request_id = live.request.request_id
+        live.is_counted = True
+        live.num_published = live.num_local
+        num_landing = self.kv.admit(request_id, live.num_local, self._max_blocks(live), blocks)
+        live.load = load = _Load(request_id, blocks, num_landing, None if num_landing else 0)
+        self._loads.update(dict.fromkeys(blocks[:num_landing], load))
+        self._end_load(load)
+
+    def _end_load(self, load: _Load) -> None:
+        """Tell the workers once no copy writes its blocks any more and it is known which hold their bytes."""
+        if load.num_copying or load.num_good is None:
+            return
+        self._landed.append(Landed(load.request_id, load.blocks[load.num_good :]))
+        for block_id in load.blocks:
+            if self._loads.get(block_id) is load:
+                del self._loads[block_id]
+        live = self._live.get(load.request_id)
+        if live is None or live.load is not load:
+            return
+        live.load = None
+        if load.num_good < len(load.blocks):
+            # vLLM computes the rest. Where nothing came it asks at once for another load, and may never find room for
+            # it, since it goes on to keep what the first one took.
+            live.has_given_up = True
+            num_local = live.num_local + load.num_good
+            self.kv.admit(load.request_id, num_local, self._max_blocks(live) - load.num_good, ())
+
+    def _take_outcomes(self, outcomes: Sequence[RestoreOutcome]) -> None:
+        for outcome in outcomes:
+            live = self._live.get(outcome.request_id)
+            if live is None or live.load is None:
+                continue
+            load = live.load
+            load.num_good = 0 if outcome.is_abandoned else outcome.num_landed
+            if load.num_good:
+                self.kv.publish(outcome.request_id, outcome.first_block, load.blocks[: load.num_good])
+                live.num_published = max(live.num_published, outcome.first_block + load.num_good)
+            self._end_load(load)
+
+    def _has_ended(self, result: CopyResult) -> bool:
+        """Whether this was the last worker to tell of a load's job."""
+        found = self._jobs.get(result.job_id)
+        if found is None:
+            return False
+        found[2].add(result.rank)
+        return len(found[2]) == self._num_ranks
+
+    def _note_job(self, job: CopyJob) -> None:
+        if job.direction is CopyDirection.RESTORE and (load := self._loads.get(job.block_ids[0])) is not None:
+            self._jobs[job.job_id] = (load, len(job.block_ids), set())
+
+    def _check_preempted(self, live: _Live) -> None:
+        """It begins again, if it was preempted: vLLM may ask for it anew in the very step that it names it in."""
+        if live.request.num_preemptions == live.num_preemptions:
+            return
+        assert self._blocks is not None
+        request_id = live.request.request_id
+        live.num_preemptions = live.request.num_preemptions
+        self._waiting[request_id] = None
+        live.num_local = self._blocks.num_cached(live.request.block_hashes)
+        live.is_counted = live.has_given_up = False
+        live.num_published = 0
+        live.steps.clear()
+        self.kv.requeue_request(request_id, live.num_local, live.request.num_tokens)
+
+    def _refuse(self) -> None:
+        """Those that vLLM asked about in this step, and found no blocks for."""
+        for request_id in self._waiting:
+            live = self._live[request_id]
+            if live.promised:
+                live.promised = 0
+                live.has_given_up = not self.kv.refuse_restore(request_id)
+
+    def _note_scheduled(self, output: SchedulerOutput) -> None:
+        """What is computed in this step, and the blocks that were handed out for it."""
+        cached = output.scheduled_cached_reqs
+        for request_id, new_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if new_ids is not None and request_id not in cached.resumed_req_ids:
+                self._allocated += new_ids[0]
+        num_tokens, num_pairs = 0, 0.0
+        for request_id, count in output.num_scheduled_tokens.items():
+            live = self._live.get(request_id)
+            if live is None:
+                continue
+            start = live.request.num_computed_tokens
+            live.steps.append((self._serial, start + count))
+            if start < live.request.num_prompt_tokens:
+                num_tokens += count
+                num_pairs += count * (start + count / 2)
+        self._prompt_work[self._serial] = (num_tokens, num_pairs)
+
+    def _publish_computed(self, live: _Live, num_tokens: int) -> None:
+        """So many of its tokens are computed: the full blocks of these, but for tokens that were rejected since."""
+        assert self._manager is not None
+        num_tokens = min(num_tokens, live.request.num_computed_tokens)
+        num_full = min(num_tokens // self._block_tokens, len(live.request.block_hashes))
+        if num_full <= live.num_published:
+            return
+        ids = self._manager.get_block_ids(live.request.request_id)[0]
+        self.kv.publish(live.request.request_id, live.num_published, ids[live.num_published : num_full])
+        live.num_published = num_full
+
+    def _demand(self) -> int:
+        """Blocks that the first of those that wait will take."""
+        first = list(self._waiting)[:MAX_LOOKED_WAITING]
+        return sum(self._live[name].request.num_tokens // self._block_tokens + 1 for name in first)
+
+    def _note_time(self, serial: int) -> None:
+        tokens, pairs = self._prompt_work.pop(serial, (0, 0.0))
+        self._work = StepWork(tokens, pairs, max(0.0, self.store.clock.now() - self._began_at), 0)
+
+    def _take_work(self) -> StepWork:
+        work, self._work = self._work, StepWork(0, 0.0, 0.0, 0)
+        backlog = sum(self._live[name].request.num_tokens for name in list(self._waiting)[:MAX_LOOKED_WAITING])
+        return StepWork(work.num_tokens, work.num_pairs, work.seconds, backlog)

@@ -1,0 +1,258 @@
+"""The plug-in beside vLLM's own scheduler: every token's KV is checked, however small the pool and wild the traffic."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.errors import ConfigError, LayoutError
+from kvtier.metrics import StatsSnapshot
+from kvtier.reasons import DropReason
+from kvtier_connectors.contract import CopyFailure
+from kvtier_connectors.scheduler import KVTierScheduler
+from kvtier_connectors.vllm.worker import WorkerSide
+from tests.vllm.scheduler_rig import SchedulerRig
+
+BLOCK = 32
+MODULE, NAME = "kvtier_connectors.vllm", "KVTierConnector"
+
+
+def prompt(start: int, num_blocks: int, extra: int = 8) -> list[int]:
+    return list(range(start, start + num_blocks * BLOCK + extra))
+
+
+Open = Callable[..., SchedulerRig]
+
+
+@pytest.fixture
+def open_rig() -> Iterator[Open]:
+    """Rigs with the plug-in; nothing of theirs is left at the end."""
+    rigs: list[SchedulerRig] = []
+
+    def make(settings: dict[str, Any] | None = None, **kwargs: Any) -> SchedulerRig:
+        extra = {"model": "rig", "settings": {"host.size": "16MiB", "host.slab": "1MiB"} | (settings or {})}
+        rigs.append(SchedulerRig(MODULE, NAME, extra, **kwargs))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()
+
+
+def half(rig: SchedulerRig) -> KVTierScheduler:
+    found = rig.connector.scheduler_side.kv
+    assert isinstance(found, KVTierScheduler)
+    return found
+
+
+def worker(rig: SchedulerRig) -> WorkerSide:
+    assert rig.worker is not None
+    found = rig.worker.worker_side
+    assert isinstance(found, WorkerSide)
+    return found
+
+
+def stats(rig: SchedulerRig) -> StatsSnapshot:
+    found = rig.connector.scheduler_side.store.stats()
+    assert isinstance(found, StatsSnapshot)
+    return found
+
+
+def verify_quiet(rig: SchedulerRig) -> None:
+    """No request is left, and nothing of ours."""
+    rig.run()
+    rig.check_nothing_is_held()
+    half(rig).check_integrity()
+    side = rig.connector.scheduler_side
+    assert not any((side._live, side._waiting, side._loads, side._jobs, side._landed))
+    assert half(rig).stats().ledger.pending == 0
+    assert stats(rig).leases == 0
+    assert not rig.connector._errors
+    assert not rig.worker._errors
+
+
+def fill(rig: SchedulerRig) -> None:
+    """Have a prompt of 16 blocks computed, and pushed out of the pool by others."""
+    rig.add_request("a", prompt(100, 16), 2)
+    rig.run()
+    for number in range(3):
+        rig.add_request(f"other {number}", prompt(10_000 * (number + 1), 16), 2)
+        rig.run()
+
+
+def serve_in_turn(rig: SchedulerRig) -> None:
+    """Three prompts, twice, each of which takes nearly all of the pool in its first step: and none steps for longer
+    than it lives, so that nothing is stored in between."""
+    for number in range(6):
+        rig.add_request(f"r{number}", prompt(10_000 * (number % 3), 17), 1)
+        while f"r{number}" not in rig.finished:
+            rig.step()
+
+
+def test_a_prompt_that_left_the_pool_is_loaded_and_not_computed(open_rig: Open) -> None:
+    rig = open_rig(num_blocks=24)
+    fill(rig)
+    rig.add_request("again", prompt(100, 16), 2)
+    steps = rig.run()
+    assert sum(step.scheduled.get("again", 0) for step in steps) == 8 + 1
+    assert stats(rig).hits == {"host": 16}
+    assert half(rig).stats().ledger.dropped == {}
+    verify_quiet(rig)
+
+
+def test_a_block_that_is_reused_in_a_step_is_stored_before_it_is_overwritten(open_rig: Open) -> None:
+    rig = open_rig(num_blocks=20, max_num_batched_tokens=1024)
+    serve_in_turn(rig)
+    ledger = half(rig).stats().ledger
+    assert (ledger.dropped, stats(rig).hits["host"]) == ({}, 3 * 17)
+    verify_quiet(rig)
+
+
+def test_a_copy_that_a_step_cannot_wait_for_stores_nothing(open_rig: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier_connectors.vllm.worker.FENCE_S", 0.0)
+    rig = open_rig(num_blocks=20, max_num_batched_tokens=1024)
+    serve_in_turn(rig)
+    assert half(rig).stats().ledger.dropped[DropReason.COPY_FAILED] > 0
+    verify_quiet(rig)
+
+
+def test_a_disk_outlives_the_engine(open_rig: Open, tmp_path: Path) -> None:
+    disk = {"disk.path": [str(tmp_path)], "disk.size": "64MiB", "disk.min_free": 1}
+    first = open_rig(disk, num_blocks=24)
+    first.add_request("a", prompt(100, 16), 2)
+    first.run()
+    first.add_request("other", prompt(50_000, 16), 2)  # which pushes it out
+    first.run()
+    first.close()
+    rig = open_rig(disk, num_blocks=24)
+    rig.add_request("again", prompt(100, 16), 2)
+    steps = rig.run(100_000)
+    assert sum(step.scheduled.get("again", 0) for step in steps) == 8 + 1
+    assert stats(rig).hits == {"disk": 16}
+    verify_quiet(rig)
+
+
+@pytest.mark.parametrize("lost", ["first", "middle", "last", "all"])
+def test_whatever_part_of_a_load_fails_the_rest_is_computed(
+    lost: str, open_rig: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = open_rig(num_blocks=24)
+    fill(rig)
+    side, report = worker(rig), worker(rig).report
+    chosen = {"first": {0}, "middle": {7}, "last": {15}, "all": set(range(16))}[lost]
+
+    def failing() -> Any:
+        told = report()
+        for index, result in enumerate(told.results):
+            if len(result.copied) == 16:
+                copied = tuple(position not in chosen for position in range(16))
+                told.results[index] = type(result)(result.job_id, copied, CopyFailure.RAISED)
+        return told
+
+    monkeypatch.setattr(side, "report", failing)
+    rig.add_request("again", prompt(100, 16), 2)
+    steps = rig.run()
+    monkeypatch.setattr(side, "report", report)
+    num_good = {"first": 0, "middle": 7, "last": 15, "all": 0}[lost]
+    assert sum(step.scheduled.get("again", 0) for step in steps) >= (16 - num_good) * BLOCK
+    assert rig.finished["again"] == "length"
+    verify_quiet(rig)
+
+
+def test_who_is_aborted_while_its_blocks_land_leaves_nothing(open_rig: Open) -> None:
+    rig = open_rig(num_blocks=24)
+    fill(rig)
+    rig.add_request("again", prompt(100, 16), 2)
+    rig.step()
+    assert rig.status("again") == "WAITING_FOR_REMOTE_KVS"
+    rig.abort("again")
+    verify_quiet(rig)
+
+
+def test_salts_share_nothing(open_rig: Open) -> None:
+    rig = open_rig(num_blocks=24)
+    rig.add_request("a", prompt(100, 16), 2, cache_salt="one")
+    rig.run()
+    rig.add_request("other", prompt(50_000, 16), 2)
+    rig.run()
+    rig.add_request("b", prompt(100, 16), 2, cache_salt="two")
+    rig.run()
+    assert stats(rig).hits == {}
+    verify_quiet(rig)
+
+
+def test_an_exception_in_a_hook_costs_a_miss(open_rig: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = open_rig(num_blocks=24)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("kvtier")
+
+    monkeypatch.setattr(rig.connector.scheduler_side, "num_loadable", fail)
+    rig.add_request("a", prompt(100, 16), 2)
+    rig.run()
+    assert rig.finished["a"] == "length"
+    assert rig.connector._errors == {("get_num_new_matched_tokens", "RuntimeError")}
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"modle": "x"}, "modle"),
+        ({"model": "x", "settings": {"host.sise": 1}}, "host.sise"),
+        ({"model": "x", "config": "/nowhere/kvtier.toml"}, "/nowhere/kvtier.toml"),
+    ],
+)
+def test_what_cannot_be_meant_is_an_error_at_start(extra: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        SchedulerRig(MODULE, NAME, extra)
+
+
+def test_a_cache_of_another_shape_is_refused(open_rig: Open) -> None:
+    rig = open_rig(num_blocks=24)
+    tensors = {name: tensor[:-1] for name, tensor in rig.pool.tensors.items()}
+    with pytest.raises(LayoutError, match="not its 24 blocks"):
+        worker(rig).register(tensors)
+
+
+@pytest.mark.parametrize("policy", ["on_evict", "write_through"])
+@pytest.mark.parametrize("seed", range(6))
+def test_any_traffic_reads_right_kv_and_ends(seed: int, policy: str, open_rig: Open, tmp_path: Path) -> None:
+    """Prompts that share prefixes, in a pool for two or three of them: preempted, aborted, reset, under a host pool
+    that is small too, with and without a disk."""
+    chance = random.Random(seed)
+    settings: dict[str, Any] = {"store.policy": policy, "host.size": chance.choice(["2MiB", "16MiB"])}
+    if seed % 2:
+        settings |= {"disk.path": [str(tmp_path)], "disk.size": "64MiB", "disk.min_free": 1}
+    rig = open_rig(settings, num_blocks=chance.choice([14, 24, 40]), max_num_seqs=4, max_num_batched_tokens=128)
+    longest = rig.vllm_config.model_config.max_model_len
+    names: list[str] = []
+    for number in range(60):
+        name = f"r{number}"
+        base = prompt(10_000 * chance.randrange(4), chance.randrange(1, 10), chance.randrange(1, BLOCK))
+        if chance.random() < 0.3:
+            base = base[: len(base) // 2] + prompt(90_000 + 1_000 * number, 1)
+        max_tokens = chance.choice([1, 3, 40])
+        rig.add_request(name, base[: longest - max_tokens], max_tokens, cache_salt=chance.choice([None, None, "salt"]))
+        names.append(name)
+        for _ in range(chance.randrange(12)):
+            if not rig.scheduler.has_requests():
+                break
+            rig.step()
+        if chance.random() < 0.15:
+            victim = chance.choice(names)
+            if victim in rig.scheduler.requests:
+                rig.abort(victim)
+        loading = [
+            name
+            for name in rig.scheduler.requests
+            if name in rig.finished or rig.status(name) == "WAITING_FOR_REMOTE_KVS"
+        ]
+        if chance.random() < 0.05 and not loading:  # else vLLM refuses
+            rig.reset_prefix_cache(running=True)
+    rig.run(200_000)
+    assert set(rig.finished) == set(names)
+    verify_quiet(rig)
