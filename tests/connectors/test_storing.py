@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvtier.keys import make_key
 from kvtier.reasons import DropReason
 from kvtier.tiers import WriteRequest
-from kvtier_connectors.contract import CopyDirection, CopyFailure, CopyResult, StepDemand
+from kvtier_connectors.contract import WRITTEN, CopyDirection, CopyFailure, CopyResult, StepDemand
 from kvtier_engine.testing.rig import ConnectorRig
 
 OpenRig = Callable[..., ConnectorRig]
@@ -340,6 +340,43 @@ def test_r78_a_source_is_pinned_from_submission_until_the_copy_ended(open_rig: O
     assert rig.pins() == []
     assert list(rig.pool.free_queue()) == order, "each is back in its place"
     rig.verify_stored(rig.digests["a"])
+
+
+def test_what_a_step_overwrites_is_stored_where_the_engine_waits_for_it(open_rig: OpenRig) -> None:
+    rig = open_rig(num_blocks=4)
+    blocks = rig.compute("a", prompt(0, 3))
+    rig.finish("a", blocks)
+    plan = rig.scheduler.plan_step(blocks[1:2], StepDemand(1, 0, 0), is_fenced=True)
+    (job,) = plan.jobs
+    assert job.block_ids == tuple(blocks[:2]), "with its ancestor, and nothing behind it"
+    assert plan.fence == (job.job_id,)
+    rig.worker.submit(plan, WRITTEN)
+    rig.copy_all()
+    assert rig.held(rig.digests["a"]) == [True, True, False]
+    assert (rig.ledger.due, rig.ledger.stored, rig.dropped) == (2, 2, {})
+    assert rig.pins() == []
+
+
+def test_what_is_being_copied_when_a_step_overwrites_it_is_waited_for_too(open_rig: OpenRig) -> None:
+    rig = open_rig(num_blocks=4)
+    blocks = rig.compute("a", prompt(0, 2))
+    rig.finish("a", blocks)
+    (job,) = rig.plan(step_budget=4).jobs
+    plan = rig.scheduler.plan_step(blocks[:1], StepDemand(1, 0, 0), is_fenced=True)
+    assert (plan.jobs, plan.fence) == ((), (job.job_id,))
+    rig.copy_all()
+    assert (rig.held(rig.digests["a"]), rig.dropped) == ([True, True], {})
+
+
+def test_what_the_engine_could_not_wait_for_is_dropped(open_rig: OpenRig) -> None:
+    rig = open_rig(num_blocks=4)
+    blocks = rig.compute("a", prompt(0, 2))
+    rig.finish("a", blocks)
+    (job,) = rig.scheduler.plan_step(blocks, StepDemand(2, 0, 0), is_fenced=True).jobs
+    rig.collect([CopyResult(job.job_id, (), CopyFailure.RAISED)])
+    assert (rig.held(rig.digests["a"]), rig.dropped) == ([False, False], {DropReason.COPY_FAILED: 2})
+    assert rig.scheduler.plan_step([], StepDemand(0, 4, 0)).jobs == (), "the blocks hold something else by now"
+    assert rig.pins() == []
 
 
 def test_r78_what_is_reused_while_it_is_copied_is_not_stored(open_rig: OpenRig) -> None:

@@ -34,4 +34,20 @@ MUTANTS: list[Mutant] = [
         new="            if False:\n",
         tests=(f"{STAGING_TESTS}::test_stages_share_a_read_*",),
     ),
+    Mutant(
+        name="what a step overwrites is waited for, and dropped all the same",
+        rules=(),
+        file="connectors/kvtier_connectors/storing.py",
+        old="if copying is not None and not copying.is_fenced:",
+        new="if copying is not None:",
+        tests=("tests/connectors/test_storing.py",),
+    ),
+    Mutant(
+        name="a copy that began before is not waited for",
+        rules=(),
+        file="connectors/kvtier_connectors/storing.py",
+        old="        for job_id, job in self._jobs.items():\n            fenced",
+        new="        for job_id, job in [(new.job_id, self._jobs[new.job_id]) for new in jobs]:\n            fenced",
+        tests=("tests/connectors/test_storing.py",),
+    ),
 ]
