@@ -75,6 +75,7 @@ class KVTierConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """Raises ConfigError, with the option to change, for what cannot work."""
         super().__init__(vllm_config, role, kv_cache_config)
+        _check_supported(vllm_config)
         parallel = vllm_config.parallel_config
         self._pages = Pages(kv_cache_config, parallel.tensor_parallel_size)
         self._errors: set[tuple[str, str]] = set()
@@ -201,6 +202,19 @@ class KVTierConnector(KVConnectorBase_V1):
             self._worker_side.close()
         if self._scheduler_side is not None:
             self._scheduler_side.close()
+
+
+def _check_supported(vllm_config: VllmConfig) -> None:
+    """What was computed is known from steps that end before the next one is scheduled, each token of which counts."""
+    parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+    found = {
+        "asynchronous scheduling (start vLLM with --no-async-scheduling)": bool(scheduler.async_scheduling),
+        "speculative decoding": vllm_config.speculative_config is not None,
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "context parallelism": parallel.decode_context_parallel_size > 1,
+    }
+    if unsupported := [what for what, is_used in found.items() if is_used]:
+        raise ConfigError(f"kvtier does not support {', '.join(unsupported)} yet")
 
 
 def _open_scheduler(vllm_config: VllmConfig, pages: Pages) -> SchedulerSide:

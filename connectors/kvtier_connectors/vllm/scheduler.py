@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -57,8 +58,8 @@ class _Live:
     num_local: int = 0
     """Leading blocks that vLLM's prefix cache had when it last asked."""
     num_published: int = 0
-    promised: int = 0
-    """Blocks that vLLM was told it could load, until it allocates for them."""
+    num_named: int = 0
+    """Blocks of its table that were handed out to it, as far as that was told."""
     is_counted: bool = False
     """It was admitted since it last came to wait."""
     has_given_up: bool = False
@@ -95,6 +96,8 @@ class SchedulerSide:
         self._halves: KVTierScheduler | None = None
         self._live: dict[str, _Live] = {}
         self._waiting: dict[str, None] = {}
+        self._promised: dict[str, None] = {}
+        """Who was told in this step that blocks could be loaded, until vLLM allocates for them."""
         self._loads: dict[int, _Load] = {}
         """By destination block, until the last copy of a load ended."""
         self._jobs: dict[int, tuple[_Load, int, set[int]]] = {}
@@ -140,7 +143,8 @@ class SchedulerSide:
         match = self.kv.match(request.request_id, live.num_local, self._max_blocks(live))
         if match.is_staging:
             return None, False
-        live.promised = match.num_blocks
+        if match.num_blocks:
+            self._promised[request.request_id] = None
         return match.num_blocks * self._block_tokens, match.num_blocks > 0
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> None:
@@ -150,8 +154,9 @@ class SchedulerSide:
             return
         ids = blocks.get_block_ids()[0]
         self._waiting.pop(request.request_id, None)
-        self._allocated += ids[live.num_local :]
-        live.promised = 0
+        self._promised.pop(request.request_id, None)
+        self._allocated += ids[max(live.num_local, live.num_named) :]
+        live.num_named = len(ids)
         if num_tokens:
             self._begin_load(live, tuple(ids[live.num_local : live.num_local + num_tokens // self._block_tokens]))
         elif not live.is_counted:
@@ -163,6 +168,7 @@ class SchedulerSide:
         """vLLM ended a request, in whatever state. What the last forward filled is published first, if it counts."""
         live = self._live.pop(request.request_id, None)
         self._waiting.pop(request.request_id, None)
+        self._promised.pop(request.request_id, None)
         if live is None:
             return
         if request.status not in ABORTED:
@@ -294,17 +300,15 @@ class SchedulerSide:
         self._waiting[request_id] = None
         live.num_local = self._blocks.num_cached(live.request.block_hashes)
         live.is_counted = live.has_given_up = False
-        live.num_published = 0
+        live.num_published = live.num_named = 0
         live.steps.clear()
         self.kv.requeue_request(request_id, live.num_local, live.request.num_tokens)
 
     def _refuse(self) -> None:
         """Those that vLLM asked about in this step, and found no blocks for."""
-        for request_id in self._waiting:
-            live = self._live[request_id]
-            if live.promised:
-                live.promised = 0
-                live.has_given_up = not self.kv.refuse_restore(request_id)
+        promised, self._promised = self._promised, {}
+        for request_id in promised:
+            self._live[request_id].has_given_up = not self.kv.refuse_restore(request_id)
 
     def _note_scheduled(self, output: SchedulerOutput) -> None:
         """What is computed in this step, and the blocks that were handed out for it."""
@@ -337,8 +341,10 @@ class SchedulerSide:
 
     def _demand(self) -> int:
         """Blocks that the first of those that wait will take."""
-        first = list(self._waiting)[:MAX_LOOKED_WAITING]
-        return sum(self._live[name].request.num_tokens // self._block_tokens + 1 for name in first)
+        return sum(request.num_tokens // self._block_tokens + 1 for request in self._first_waiting())
+
+    def _first_waiting(self) -> list[Request]:
+        return [self._live[name].request for name in islice(self._waiting, MAX_LOOKED_WAITING)]
 
     def _note_time(self, serial: int) -> None:
         tokens, pairs = self._prompt_work.pop(serial, (0, 0.0))
@@ -346,5 +352,5 @@ class SchedulerSide:
 
     def _take_work(self) -> StepWork:
         work, self._work = self._work, StepWork(0, 0.0, 0.0, 0)
-        backlog = sum(self._live[name].request.num_tokens for name in list(self._waiting)[:MAX_LOOKED_WAITING])
+        backlog = sum(request.num_tokens for request in self._first_waiting())
         return StepWork(work.num_tokens, work.num_pairs, work.seconds, backlog)
