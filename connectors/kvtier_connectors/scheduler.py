@@ -127,6 +127,15 @@ class KVTierScheduler(ConnectorScheduler):
         self._orders = itertools.count()
         self._unsubscribe = space.on_evict(self._note_evictions)
 
+    def known_digest(self, block_id: int) -> BlockDigest | None:
+        """What this block of the engine's pool is known to hold."""
+        block = self._blocks.get(block_id)
+        return None if block is None else block.digest
+
+    def forget_blocks(self) -> None:
+        """It is not known what the engine's blocks hold: none of them is stored."""
+        self._stores.forget_all()
+
     # ---- the contract --------------------------------------------------------------------------------------------
 
     @hook(lambda: None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -201,6 +202,99 @@ def test_an_exception_in_a_hook_costs_a_miss(open_rig: Open, monkeypatch: pytest
     assert rig.connector._errors == {("get_num_new_matched_tokens", "RuntimeError")}
 
 
+def test_a_local_hit_that_shrank_while_its_request_waited_is_noticed(open_rig: Open) -> None:
+    """It gave up waiting for room; when there is some, others have taken the blocks that it would have shared."""
+    rig = open_rig({"restore.capacity_bound_s": 0}, num_blocks=24)
+    rig.add_request("before", prompt(100, 16), 2)
+    rig.run()
+    other = prompt(50_000, 12)
+    rig.add_request("other", other, 22 * BLOCK + 20 - len(other))  # grows until it has the whole pool
+    rig.step()
+    rig.add_request("waits", prompt(100, 16), 2)
+    rig.run()
+    for number in range(4):
+        rig.add_request(f"flush {number}", prompt(10_000 * number + 200_000, 16), 2)
+        rig.run()
+    rig.add_request("again", (other + rig.outputs["other"])[: 22 * BLOCK - 1], 2)
+    rig.run()
+    assert stats(rig).hits["host"] > 0
+    verify_quiet(rig)
+
+
+@pytest.mark.parametrize("where", ["scheduler_side.num_loadable", "scheduler_side.kv.match"])
+def test_a_hook_that_fails_once_leaves_no_wrong_block_behind(
+    where: str, open_rig: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = open_rig(num_blocks=24)
+    fill(rig)
+    owner: Any = rig.connector
+    *path, name = where.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    fail_once(owner, name, monkeypatch)
+    for number in range(3):
+        rig.add_request(f"r{number}", prompt(100, 16), 2)
+        rig.run()
+        rig.add_request(f"o{number}", prompt(70_000 + 1_000 * number, 16), 2)
+        rig.run()
+    assert set(rig.finished.values()) == {"length"}
+    rig.check_nothing_is_held()
+
+
+def fail_once(owner: object, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    method, calls = getattr(owner, name), itertools.count()
+
+    def failing(*args: object, **kwargs: object) -> object:
+        if next(calls) == 0:
+            raise RuntimeError(name)
+        return method(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, failing)
+
+
+@pytest.mark.parametrize("name", ["_note_time", "_publish_computed", "_begin_load", "_note_table", "_note_scheduled"])
+def test_an_exception_within_the_scheduler_half_strands_nobody(
+    name: str, open_rig: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = open_rig(num_blocks=24)
+    fill(rig)
+    rig.add_request("again", prompt(100, 16), 2)
+    fail_once(rig.connector.scheduler_side, name, monkeypatch)
+    rig.run()
+    for number in range(3):
+        rig.add_request(f"after {number}", prompt(100 + 5_000 * number, 16), 2)
+        rig.run()
+    assert set(rig.finished.values()) == {"length"}
+    rig.check_nothing_is_held()
+
+
+def test_a_worker_that_cannot_copy_strands_nobody(open_rig: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = open_rig(num_blocks=24)
+    fill(rig)
+    fail_once(worker(rig)._worker, "submit", monkeypatch)
+    rig.add_request("again", prompt(100, 16), 2)
+    rig.run()
+    assert rig.finished["again"] == "length"
+    verify_quiet(rig)
+
+
+def test_what_a_worker_tells_twice_counts_once(open_rig: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = open_rig(num_blocks=24)
+    fill(rig)
+    report = worker(rig).report
+
+    def twice() -> Any:
+        told = report()
+        told.results = [result for result in told.results for _ in range(2)]
+        return told
+
+    monkeypatch.setattr(worker(rig), "report", twice)
+    rig.add_request("again", prompt(100, 16), 2)
+    rig.run()
+    assert rig.finished["again"] == "length"
+    verify_quiet(rig)
+
+
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
@@ -238,16 +332,32 @@ def test_a_cache_of_another_shape_is_refused(open_rig: Open) -> None:
         worker(rig).register(tensors)
 
 
+def failing_now_and_then(report: Callable[[], Any], chance: random.Random) -> Callable[[], Any]:
+    def failing() -> Any:
+        told = report()
+        for index, result in enumerate(told.results):
+            if chance.random() < 0.1:
+                copied = tuple(chance.random() < 0.7 for _ in result.copied)
+                told.results[index] = type(result)(result.job_id, copied, CopyFailure.RAISED)
+        return told
+
+    return failing
+
+
 @pytest.mark.parametrize("policy", ["on_evict", "write_through"])
 @pytest.mark.parametrize("seed", range(6))
-def test_any_traffic_reads_right_kv_and_ends(seed: int, policy: str, open_rig: Open, tmp_path: Path) -> None:
+def test_any_traffic_reads_right_kv_and_ends(
+    seed: int, policy: str, open_rig: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prompts that share prefixes, in a pool for two or three of them: preempted, aborted, reset, under a host pool
-    that is small too, with and without a disk."""
+    that is small too, with and without a disk, while copies fail now and then."""
     chance = random.Random(seed)
     settings: dict[str, Any] = {"store.policy": policy, "host.size": chance.choice(["2MiB", "16MiB"])}
+    settings["restore.capacity_bound_s"] = chance.choice([0, 60])
     if seed % 2:
         settings |= {"disk.path": [str(tmp_path)], "disk.size": "64MiB", "disk.min_free": 1}
     rig = open_rig(settings, num_blocks=chance.choice([14, 24, 40]), max_num_seqs=4, max_num_batched_tokens=128)
+    monkeypatch.setattr(worker(rig), "report", failing_now_and_then(worker(rig).report, chance))
     longest = rig.vllm_config.model_config.max_model_len
     names: list[str] = []
     for number in range(60):
@@ -268,7 +378,7 @@ def test_any_traffic_reads_right_kv_and_ends(seed: int, policy: str, open_rig: O
                 rig.abort(victim)
         if chance.random() < 0.05:
             with suppress(RuntimeError):  # vLLM refuses while requests that do not run hold what was loaded for them
-                rig.reset_prefix_cache(running=True)
+                rig.reset_prefix_cache(running=True, connector=chance.random() < 0.5)
     rig.run(200_000)
     assert set(rig.finished) == set(names)
     verify_quiet(rig)

@@ -126,10 +126,18 @@ class KVTierConnector(KVConnectorBase_V1):
 
     @_guarded(lambda: None)
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        self.scheduler_side.allocated(request, blocks, num_external_tokens)
+        try:
+            self.scheduler_side.allocated(request, blocks, num_external_tokens)
+        except Exception:
+            self.scheduler_side.lost_track(request, blocks, num_external_tokens)
+            raise
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self.scheduler_side.plan(scheduler_output)
+        try:
+            return self.scheduler_side.plan(scheduler_output)
+        except Exception as error:  # noqa: BLE001 - told, and the next plan has what this one did not
+            self.note_error("build_connector_meta", error)
+            return self.scheduler_side.plan_nothing()
 
     @_guarded(lambda: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -186,14 +194,17 @@ class KVTierConnector(KVConnectorBase_V1):
     def wait_for_save(self) -> None:
         """No store is waited for."""
 
+    @_guarded(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         del finished_req_ids
         return None, self.worker_side.take_received()
 
+    @_guarded(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.worker_side.take_lost()
 
-    def build_connector_worker_meta(self) -> StepReport:
+    @_guarded(lambda: None)
+    def build_connector_worker_meta(self) -> StepReport | None:
         return self.worker_side.report()
 
     @_guarded(lambda: None)

@@ -58,8 +58,6 @@ class _Live:
     num_local: int = 0
     """Leading blocks that vLLM's prefix cache had when it last asked."""
     num_published: int = 0
-    num_named: int = 0
-    """Blocks of its table that were handed out to it, as far as that was told."""
     is_counted: bool = False
     """It was admitted since it last came to wait."""
     has_given_up: bool = False
@@ -137,9 +135,9 @@ class SchedulerSide:
         if live is None:
             return 0, False
         self._check_preempted(live)
+        live.num_local = num_computed_tokens // self._block_tokens
         if live.has_given_up:
             return 0, False
-        live.num_local = num_computed_tokens // self._block_tokens
         match = self.kv.match(request.request_id, live.num_local, self._max_blocks(live))
         if match.is_staging:
             return None, False
@@ -152,17 +150,26 @@ class SchedulerSide:
         live = self._live.get(request.request_id)
         if live is None:
             return
-        ids = blocks.get_block_ids()[0]
         self._waiting.pop(request.request_id, None)
         self._promised.pop(request.request_id, None)
-        self._allocated += ids[max(live.num_local, live.num_named) :]
-        live.num_named = len(ids)
+        ids = blocks.get_block_ids()[0]
+        self._note_table(request, ids)
         if num_tokens:
             self._begin_load(live, tuple(ids[live.num_local : live.num_local + num_tokens // self._block_tokens]))
         elif not live.is_counted:
             live.is_counted = True
-            live.num_published = live.num_local
+            live.num_published = 0
             self.kv.admit(request.request_id, live.num_local, self._max_blocks(live), ())
+
+    def lost_track(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> None:
+        """An exception left it open what `allocated` did: nothing that is known of blocks is relied on, and what vLLM
+        expects to be loaded is told as lost."""
+        self.kv.forget_blocks()
+        live = self._live.get(request.request_id)
+        if live is not None:
+            live.has_given_up, live.is_counted = True, False
+        if num_tokens and (live is None or live.load is None):
+            self._landed.append(Landed(request.request_id, tuple(blocks.get_block_ids()[0])))
 
     def finished(self, request: Request) -> None:
         """vLLM ended a request, in whatever state. What the last forward filled is published first, if it counts."""
@@ -183,7 +190,6 @@ class SchedulerSide:
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """vLLM has scheduled a step: what the workers copy meanwhile, and which loads are over."""
-        assert self._blocks is not None
         self._serial += 1
         self._began_at = self.store.clock.now()
         for request_id in output.preempted_req_ids or ():
@@ -192,6 +198,16 @@ class SchedulerSide:
         self._refuse()
         self._note_scheduled(output)
         self._take_outcomes(self.kv.poll_restores().outcomes)
+        return self._plan_copies(output)
+
+    def plan_nothing(self) -> StepPlan:
+        """In place of a plan that failed: it is not known which blocks the step overwrites, so none is stored."""
+        self.kv.forget_blocks()
+        self._allocated.clear()
+        return StepPlan(self._serial, self._host, (), (), ())
+
+    def _plan_copies(self, output: SchedulerOutput) -> StepPlan:
+        assert self._blocks is not None
         reused, self._allocated = self._allocated, []
         if reused or output.finished_req_ids or output.preempted_req_ids:
             self._blocks.note_change()
@@ -204,16 +220,11 @@ class SchedulerSide:
 
     def take_report(self, report: StepReport) -> None:
         """A step ended in every worker: what its forward filled holds KV now, and copies came to their ends."""
+        self._take_results(report.results)
         self._note_time(report.serial)
         for live in self._live.values():
             while live.steps and live.steps[0][0] <= report.serial:
                 self._publish_computed(live, live.steps.popleft()[1])
-        ended = [result for result in report.results if self._has_ended(result)]
-        self._take_outcomes(self.kv.complete(report.results))
-        for result in ended:
-            load, num_blocks, _ = self._jobs.pop(result.job_id)
-            load.num_copying -= num_blocks
-            self._end_load(load)
 
     @property
     def is_busy(self) -> bool:
@@ -233,6 +244,22 @@ class SchedulerSide:
 
     # ---- parts of it ---------------------------------------------------------------------------------------------
 
+    def _take_results(self, results: Sequence[CopyResult]) -> None:
+        ended = {result.job_id for result in results if self._has_ended(result)}
+        self._take_outcomes(self.kv.complete(results))
+        for job_id in ended:
+            load, num_blocks, _ = self._jobs.pop(job_id)
+            load.num_copying -= num_blocks
+            self._end_load(load)
+
+    def _note_table(self, request: Request, ids: Sequence[int]) -> None:
+        """Blocks that are known to hold anything but what they are to hold for this request were handed out anew."""
+        hashes = request.block_hashes
+        for index, block_id in enumerate(ids):
+            known = self.kv.known_digest(block_id)
+            if known is not None and (index >= len(hashes) or known != hashes[index]):
+                self._allocated.append(block_id)
+
     def _max_blocks(self, live: _Live) -> int:
         """Full blocks behind the local ones, one token left to compute."""
         num_full = (int(live.request.num_tokens) - 1) // self._block_tokens
@@ -241,7 +268,7 @@ class SchedulerSide:
     def _begin_load(self, live: _Live, blocks: tuple[int, ...]) -> None:
         request_id = live.request.request_id
         live.is_counted = True
-        live.num_published = live.num_local
+        live.num_published = 0
         num_landing = self.kv.admit(request_id, live.num_local, self._max_blocks(live), blocks)
         live.load = load = _Load(request_id, blocks, num_landing, None if num_landing else 0)
         self._loads.update(dict.fromkeys(blocks[:num_landing], load))
@@ -261,7 +288,7 @@ class SchedulerSide:
         live.load = None
         if load.num_good < len(load.blocks):
             # vLLM computes the rest. Where nothing came it asks at once for another load, and may never find room for
-            # it, since it goes on to keep what the first one took.
+            # it beside what it reserves for the first one.
             live.has_given_up = True
             num_local = live.num_local + load.num_good
             self.kv.admit(load.request_id, num_local, self._max_blocks(live) - load.num_good, ())
@@ -275,7 +302,6 @@ class SchedulerSide:
             load.num_good = 0 if outcome.is_abandoned else outcome.num_landed
             if load.num_good:
                 self.kv.publish(outcome.request_id, outcome.first_block, load.blocks[: load.num_good])
-                live.num_published = max(live.num_published, outcome.first_block + load.num_good)
             self._end_load(load)
 
     def _has_ended(self, result: CopyResult) -> bool:
@@ -300,7 +326,7 @@ class SchedulerSide:
         self._waiting[request_id] = None
         live.num_local = self._blocks.num_cached(live.request.block_hashes)
         live.is_counted = live.has_given_up = False
-        live.num_published = live.num_named = 0
+        live.num_published = 0
         live.steps.clear()
         self.kv.requeue_request(request_id, live.num_local, live.request.num_tokens)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import time
@@ -19,6 +20,8 @@ from kvtier_connectors.worker import KVTierWorker
 from kvtier_kernels import BlockPlanes
 
 __all__ = ["WorkerSide"]
+
+logger = logging.getLogger("kvtier.vllm")
 
 FENCE_S = 0.25
 """How long a step waits at most for copies of what it overwrites: hundreds of blocks take a few milliseconds."""
@@ -85,8 +88,14 @@ class WorkerSide:
             for job in plan.jobs
             if job.direction is direction
         )
-        if jobs:
+        if not jobs:
+            return
+        try:
             self._copier(plan.host).submit(TransferPlan(jobs, 0), WRITTEN)
+        except Exception:  # what is not told would be waited for without end
+            logger.exception("%d copies could not be begun", len(jobs))
+            failed = [CopyResult(job.job_id, (), CopyFailure.RAISED, rank=self._rank) for job in jobs]
+            self._results += failed
 
     def _await(self, fence: set[int]) -> None:
         """Let the copies end whose sources the forward will write, within a bound."""
