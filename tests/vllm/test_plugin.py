@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ from kvtier_connectors.vllm.worker import WorkerSide
 from tests.vllm.scheduler_rig import SchedulerRig
 
 BLOCK = 32
+SOON_S = 10.0
 MODULE, NAME = "kvtier_connectors.vllm", "KVTierConnector"
 
 
@@ -74,6 +76,9 @@ def verify_quiet(rig: SchedulerRig) -> None:
     side = rig.connector.scheduler_side
     assert not any((side._live, side._waiting, side._promised, side._loads, side._jobs, side._landed))
     assert half(rig).stats().ledger.pending == 0
+    deadline = time.monotonic() + SOON_S
+    while stats(rig).leases and time.monotonic() < deadline:  # a disk's threads still read or write
+        time.sleep(0.001)
     assert stats(rig).leases == 0
     assert not rig.connector._errors
     assert not rig.worker._errors
