@@ -74,7 +74,7 @@ def verify_quiet(rig: SchedulerRig) -> None:
     rig.check_nothing_is_held()
     half(rig).check_integrity()
     side = rig.connector.scheduler_side
-    assert not any((side._live, side._waiting, side._promised, side._loads, side._jobs, side._landed))
+    assert not any((side._live, side._waiting, side._promised, side._computing, side._loads, side._jobs, side._landed))
     assert half(rig).stats().ledger.pending == 0
     deadline = time.monotonic() + SOON_S
     while stats(rig).leases and time.monotonic() < deadline:  # a disk's threads still read or write

@@ -17,9 +17,8 @@ class VllmBlocks:
     the destinations of a load are kept by vLLM itself until the load is reported.
     """
 
-    def __init__(self, pool: BlockPool, group_id: int = 0) -> None:
+    def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._group_ids = [group_id]
         self._num_changes = 0
 
     @property
@@ -56,7 +55,7 @@ class VllmBlocks:
         """Leading blocks that vLLM's own prefix cache holds. Pure."""
         num_cached = 0
         for block_hash in hashes:
-            if self._pool.get_cached_block(block_hash, self._group_ids) is None:
+            if self._pool.get_cached_block(block_hash, [0]) is None:
                 break
             num_cached += 1
         return num_cached

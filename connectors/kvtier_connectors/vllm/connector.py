@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from functools import wraps
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import vllm
@@ -19,7 +18,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvtier.config import load_settings
 from kvtier.errors import ConfigError
 from kvtier.keys import Namespace, Shard
+from kvtier_connectors.faults import CAUGHT
 from kvtier_connectors.fingerprint import model_fingerprint
+from kvtier_connectors.hooks import hook
 from kvtier_connectors.vllm.messages import StepPlan, StepReport
 from kvtier_connectors.vllm.pages import Pages
 from kvtier_connectors.vllm.scheduler import SchedulerSide
@@ -37,28 +38,8 @@ __all__ = ["KVTierConnector"]
 
 logger = logging.getLogger("kvtier.vllm")
 
-Method = TypeVar("Method", bound=Callable[..., Any])
-
 OPTIONS = frozenset({"config", "model", "settings"})
 HASHES = ("sha256", "sha256_cbor")
-
-
-def _guarded(otherwise: Callable[[], object]) -> Callable[[Method], Method]:
-    """An exception in a connector's hook would end vLLM's engine: log the first of each kind and go on without kvtier's
-    answer."""
-
-    def guard(method: Method) -> Method:
-        @wraps(method)
-        def call(self: KVTierConnector, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return method(self, *args, **kwargs)
-            except Exception as error:  # noqa: BLE001 - told, and of no consequence to the engine
-                self.note_error(method.__name__, error)
-                return otherwise()
-
-        return cast("Method", call)
-
-    return guard
 
 
 class KVTierConnector(KVConnectorBase_V1):
@@ -86,8 +67,8 @@ class KVTierConnector(KVConnectorBase_V1):
         else:
             self._worker_side = WorkerSide(self._pages, parallel.rank % parallel.tensor_parallel_size)
 
-    def note_error(self, where: str, error: Exception) -> None:
-        """Tell the first error of each kind and place."""
+    def _report(self, where: str, error: BaseException) -> None:
+        """Tell the first error of each kind and place: an exception in a connector's hook would end vLLM's engine."""
         kind = (where, type(error).__name__)
         if kind not in self._errors:
             self._errors.add(kind)
@@ -116,47 +97,47 @@ class KVTierConnector(KVConnectorBase_V1):
         super().bind_kv_cache_manager(kv_cache_manager)
         self.scheduler_side.bind(kv_cache_manager, kv_cache_manager.block_pool)
 
-    @_guarded(lambda: None)
+    @hook(lambda: None)
     def on_new_request(self, request: Request) -> None:
         self.scheduler_side.start(request)
 
-    @_guarded(lambda: (0, False))
+    @hook(lambda: cast("tuple[int | None, bool]", (0, False)))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self.scheduler_side.num_loadable(request, num_computed_tokens)
 
-    @_guarded(lambda: None)
+    @hook(lambda: None)
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         try:
             self.scheduler_side.allocated(request, blocks, num_external_tokens)
-        except Exception:
+        except CAUGHT:
             self.scheduler_side.lost_track(request, blocks, num_external_tokens)
             raise
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        try:
-            return self.scheduler_side.plan(scheduler_output)
-        except Exception as error:  # noqa: BLE001 - told, and the next plan has what this one did not
-            self.note_error("build_connector_meta", error)
-            return self.scheduler_side.plan_nothing()
+        return self._plan(scheduler_output) or self.scheduler_side.plan_nothing()
 
-    @_guarded(lambda: None)
+    @hook(lambda: cast("StepPlan | None", None))
+    def _plan(self, scheduler_output: SchedulerOutput) -> StepPlan | None:
+        return self.scheduler_side.plan(scheduler_output)
+
+    @hook(lambda: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, StepReport):
             self.scheduler_side.take_report(report)
 
-    @_guarded(lambda: (False, None))
+    @hook(lambda: cast("tuple[bool, dict[str, Any] | None]", (False, None)))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         del block_ids
         self.scheduler_side.finished(request)
         return False, None
 
-    @_guarded(lambda: False)
+    @hook(lambda: False)
     def has_pending_push_work(self) -> bool:
         return self.scheduler_side.is_busy
 
-    @_guarded(lambda: False)
-    def reset_cache(self) -> bool | None:
+    @hook(lambda: False)
+    def reset_cache(self) -> bool:
         return self.scheduler_side.reset()
 
     def take_events(self) -> Iterable[Any]:
@@ -174,7 +155,7 @@ class KVTierConnector(KVConnectorBase_V1):
         super().bind_connector_metadata(connector_metadata)
         self._begin_step(connector_metadata)
 
-    @_guarded(lambda: None)
+    @hook(lambda: None)
     def _begin_step(self, metadata: KVConnectorMetadata) -> None:
         if isinstance(metadata, StepPlan):
             self.worker_side.begin_step(metadata)
@@ -194,20 +175,20 @@ class KVTierConnector(KVConnectorBase_V1):
     def wait_for_save(self) -> None:
         """No store is waited for."""
 
-    @_guarded(lambda: (None, None))
+    @hook(lambda: cast("tuple[set[str] | None, set[str] | None]", (None, None)))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         del finished_req_ids
         return None, self.worker_side.take_received()
 
-    @_guarded(set)
+    @hook(lambda: cast("set[int]", set()))
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.worker_side.take_lost()
 
-    @_guarded(lambda: None)
+    @hook(lambda: cast("StepReport | None", None))
     def build_connector_worker_meta(self) -> StepReport | None:
         return self.worker_side.report()
 
-    @_guarded(lambda: None)
+    @hook(lambda: None)
     def shutdown(self) -> None:
         if self._worker_side is not None:
             self._worker_side.close()

@@ -94,6 +94,8 @@ class SchedulerSide:
         self._halves: KVTierScheduler | None = None
         self._live: dict[str, _Live] = {}
         self._waiting: dict[str, None] = {}
+        self._computing: dict[str, _Live] = {}
+        """Who has a forward under way."""
         self._promised: dict[str, None] = {}
         """Who was told in this step that blocks could be loaded, until vLLM allocates for them."""
         self._loads: dict[int, _Load] = {}
@@ -176,6 +178,7 @@ class SchedulerSide:
         live = self._live.pop(request.request_id, None)
         self._waiting.pop(request.request_id, None)
         self._promised.pop(request.request_id, None)
+        self._computing.pop(request.request_id, None)
         if live is None:
             return
         if request.status not in ABORTED:
@@ -222,9 +225,11 @@ class SchedulerSide:
         """A step ended in every worker: what its forward filled holds KV now, and copies came to their ends."""
         self._take_results(report.results)
         self._note_time(report.serial)
-        for live in self._live.values():
+        for request_id, live in list(self._computing.items()):
             while live.steps and live.steps[0][0] <= report.serial:
                 self._publish_computed(live, live.steps.popleft()[1])
+            if not live.steps:
+                del self._computing[request_id]
 
     @property
     def is_busy(self) -> bool:
@@ -328,6 +333,7 @@ class SchedulerSide:
         live.is_counted = live.has_given_up = False
         live.num_published = 0
         live.steps.clear()
+        self._computing.pop(request_id, None)
         self.kv.requeue_request(request_id, live.num_local, live.request.num_tokens)
 
     def _refuse(self) -> None:
@@ -349,6 +355,7 @@ class SchedulerSide:
                 continue
             start = live.request.num_computed_tokens
             live.steps.append((self._serial, start + count))
+            self._computing[request_id] = live
             if start < live.request.num_prompt_tokens:
                 num_tokens += count
                 num_pairs += count * (start + count / 2)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from kvtier_connectors.contract import WRITTEN, CopyDirection, CopyFailure, CopyResult, TransferPlan
+from kvtier_connectors.faults import CAUGHT
 from kvtier_connectors.vllm.messages import HostAddress, StepPlan, StepReport
 from kvtier_connectors.vllm.pages import Pages
 from kvtier_connectors.worker import KVTierWorker
@@ -92,7 +93,7 @@ class WorkerSide:
             return
         try:
             self._copier(plan.host).submit(TransferPlan(jobs, 0), WRITTEN)
-        except Exception:  # what is not told would be waited for without end
+        except CAUGHT:  # what is not told would be waited for without end
             logger.exception("%d copies could not be begun", len(jobs))
             failed = [CopyResult(job.job_id, (), CopyFailure.RAISED, rank=self._rank) for job in jobs]
             self._results += failed
