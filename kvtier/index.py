@@ -59,6 +59,15 @@ class BlockIndex:
             slots.append(packed >> STATE_BITS)
         return slots
 
+    def committed_length(self, namespace: bytes, digests: Sequence[bytes]) -> int:
+        """How long `committed_run` is."""
+        num_blocks = 0
+        for packed in map(self._spaces.get(namespace, {}).get, digests):
+            if packed is None or not packed & 1:
+                break
+            num_blocks += 1
+        return num_blocks
+
     def reserve(self, namespace: bytes, digest: bytes, slot: int) -> None:
         space = self._spaces.setdefault(namespace, {})
         assert digest not in space, "reserved twice"

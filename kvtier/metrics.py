@@ -1,21 +1,17 @@
 """What kvtier counts, each event once.
 
-Mutable counters inside, a frozen snapshot outside, Prometheus from the snapshot.
+Mutable counters inside, a frozen snapshot outside; `kvtier.families` makes metrics of the snapshot.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from kvtier.errors import IntegrityError
 from kvtier.reasons import DropReason, MissReason
-
-if TYPE_CHECKING:
-    from prometheus_client.core import Metric
 
 __all__ = [
     "DiskStats",
@@ -23,8 +19,6 @@ __all__ = [
     "LedgerSnapshot",
     "RestoreStatus",
     "RestoreTally",
-    "Snapshot",
-    "StatsCollector",
     "StatsSnapshot",
     "StoreCounters",
 ]
@@ -101,6 +95,24 @@ class StoreCounters:
         self.misses: Counter[MissReason] = Counter()
         self.fallbacks: Counter[MissReason] = Counter()
         self.errors: Counter[str] = Counter()
+
+    def add_lookup(self, asked: int, hit: int, miss: MissReason, tiers: Mapping[str, int]) -> Counter[str]:
+        """One admission: `hit` of `asked` blocks are served, the others missed for one reason. tiers: who had them, as
+        far as they go, in this order. Returns the served ones by tier."""
+        hits: Counter[str] = Counter()
+        left = hit
+        for tier, num_blocks in tiers.items():
+            if served := min(left, num_blocks):
+                hits[tier] = served
+                left -= served
+        with self.lock:
+            self.lookups += 1
+            self.asked_blocks += asked
+            self.hit_blocks += hit
+            self.hits.update(hits)
+            if asked > hit:
+                self.misses[miss] += asked - hit
+        return hits
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,99 +289,3 @@ class StatsSnapshot:
     def hit_rate(self) -> float:
         """Blocks served over blocks asked for; 0.0 before the first lookup."""
         return self.hit_blocks / self.asked_blocks if self.asked_blocks else 0.0
-
-
-GAUGES = frozenset(
-    {
-        "host_blocks",
-        "host_used_bytes",
-        "host_reserved_bytes",
-        "host_touched_bytes",
-        "host_pinned_bytes",
-        "leases",
-        "pending",
-        "live_requests",
-        "in_flight_blocks",
-        "staging_bytes",
-        "running",
-        "restoring",
-        "waiting",
-        "waiting_for_place",
-        "waiting_for_stage",
-        "restore_capacity_waits",
-        "blocks_free",
-        "blocks_used",
-        "blocks_held",
-        "blocks",
-        "used_bytes",
-        "capacity_bytes",
-        "queued_bytes",
-        "available",
-        "modes",
-        "read_only",
-        "active_waits",
-        "capacity_waiters",
-        "longest_capacity_wait_seconds",
-        "tier_rates",
-    }
-)
-LABELS = {
-    "misses": "reason",
-    "errors": "type",
-    "dropped": "reason",
-    "hits": "tier",
-    "fallbacks": "reason",
-    "reads": "outcome",
-    "writes": "outcome",
-    "modes": "directory",
-    "read_only": "directory",
-    "decisions": "outcome",
-    "tier_rates": "tier",
-}
-WORDS = {"modes": "mode", "read_only": "reason"}
-
-
-class Snapshot(Protocol):
-    """Any dataclass of this project that holds one moment's counts."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-
-class StatsCollector:
-    """A prometheus-client collector over snapshots: `REGISTRY.register(StatsCollector(store.stats))`.
-
-    labels: put on every sample; two collectors in one registry need different ones, such as {"engine": "0"}.
-
-    Takes any of kvtier's snapshots, a connector's too, and names each field `kvtier_<field>`; those of a snapshot in
-    it `kvtier_<field>_<its field>`. Reads one snapshot a scrape, so that a scrape is consistent and nothing is counted
-    twice.
-    """
-
-    def __init__(self, snapshot: Callable[[], Snapshot], labels: Mapping[str, str] | None = None) -> None:
-        self._snapshot = snapshot
-        self._labels = dict(labels or {})
-
-    def collect(self) -> Iterable[Metric]:
-        return _families("kvtier", self._snapshot(), self._labels)
-
-
-def _families(prefix: str, snapshot: Snapshot, labels: Mapping[str, str]) -> Iterator[Metric]:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-    for field in fields(snapshot):
-        name, value = f"{prefix}_{field.name}", getattr(snapshot, field.name)
-        help_text = field.name.replace("_", " ")
-        if value is None:  # a tier that is not there
-            continue
-        if is_dataclass(value) and not isinstance(value, type):
-            yield from _families(name, value, labels)
-            continue
-        make = GaugeMetricFamily if field.name in GAUGES else CounterMetricFamily
-        own = [LABELS[field.name]] if field.name in LABELS else []
-        if field.name in WORDS:  # Prometheus has numbers only: the word is a label, and the value 1
-            own.append(WORDS[field.name])
-        family = make(name, help_text, labels=[*labels, *own])
-        for label, count in value.items() if own else [(None, value)]:
-            words = [str(label), str(count)] if field.name in WORDS else [str(label)] if own else []
-            family.add_metric([*labels.values(), *words], 1 if field.name in WORDS else count)
-        yield family

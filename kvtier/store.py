@@ -357,23 +357,14 @@ class Space:
 
     def count_lookup(
         self, asked: int, hit: int, miss: MissReason | None, staged: Mapping[str, int] | None = None
-    ) -> None:
+    ) -> dict[str, int]:
         """Count one admission, once: `asked` blocks of which `hit` are served and the rest missed for one reason.
 
-        staged: how many of them came from lower tiers for this request, by tier; the rest are host memory's.
+        staged: how many of them came from lower tiers for this request, by tier; the rest are host memory's. Returns
+        the served ones by tier.
         """
-        counters = self._store.counters
-        with counters.lock:
-            counters.lookups += 1
-            counters.asked_blocks += asked
-            counters.hit_blocks += hit
-            left = hit
-            for tier, num_blocks in [*(staged or {}).items(), (self._host.name, hit)]:
-                if served := min(left, num_blocks):
-                    counters.hits[tier] += served
-                    left -= served
-            if asked > hit:
-                counters.misses[miss or MissReason.ABSENT] += asked - hit
+        tiers = {**(staged or {}), self._host.name: hit}
+        return self._store.counters.add_lookup(asked, hit, miss or MissReason.ABSENT, tiers)
 
     def count_fallback(self, reason: MissReason) -> None:
         """Count a request that waited for a lower tier in vain."""

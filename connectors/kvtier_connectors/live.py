@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kvtier.restore import RestoreQuery
 from kvtier_connectors.arrival import Arrival
 from kvtier_connectors.contract import RequestInfo
+from kvtier_connectors.known import KnownRun
 from kvtier_connectors.landing import Landing
 
 __all__ = ["LiveRequest", "check_index"]
@@ -32,6 +34,10 @@ class LiveRequest:
     """Its last copies failed, and it is matched and admitted once more."""
     arrival: Arrival | None = None
     landing: Landing | None = None
+    hit_sources: Mapping[str, int] = field(default_factory=dict)
+    """Blocks that its first admission began to restore, by the tier that had had them."""
+    known: KnownRun | None = None
+    """What host memory was found to hold of it."""
 
     @property
     def request_id(self) -> str:

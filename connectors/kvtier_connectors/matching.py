@@ -6,16 +6,16 @@ from collections.abc import Callable
 
 from kvtier.reasons import MissReason
 from kvtier.restore import RestorePhase
-from kvtier.store import Lookup, Space
+from kvtier.store import Space
 from kvtier_connectors.arrival import Arrival
 from kvtier_connectors.contract import Match
 from kvtier_connectors.faults import CAUGHT
+from kvtier_connectors.known import KnownRuns
 from kvtier_connectors.live import LiveRequest, check_index
 
 __all__ = ["NOTHING_HELD", "HostMatch", "has_lost", "is_held_back"]
 
 NOTHING_HELD = Match(0, MissReason.TIER_ERROR)
-NO_BLOCKS = Lookup(0, None)
 
 HELD_BACK = frozenset(
     {MissReason.COST, MissReason.CAPACITY, MissReason.BUDGET, MissReason.LAND_FAILED, MissReason.RESTORE_OFF}
@@ -41,9 +41,12 @@ class HostMatch:
     """Looks up what a request may restore. Changes nothing. Engine's thread only."""
 
     def __init__(self, space: Space, block_tokens: int, report: Callable[[str, BaseException], None]) -> None:
-        self._space = space
+        self._runs = KnownRuns(space)
         self._block_tokens = block_tokens
         self._report = report
+
+    def close(self) -> None:
+        self._runs.close()
 
     def num_allowed(self, request: LiveRequest, num_local: int, num_blocks: int) -> int:
         """How many of the blocks from `num_local` on may land, of so many."""
@@ -55,14 +58,12 @@ class HostMatch:
         return num_allowed
 
     def look_up(self, request: LiveRequest, num_local: int, max_blocks: int) -> Match:
-        """What host memory holds of the blocks that may land, and why it does not hold the next one."""
+        """What host memory holds of the blocks that may land, and why it does not hold the next one. Asked again it
+        costs as much as has changed since."""
         check_index("num_local_blocks", num_local)
         arrival, limit = request.arrival, request.max_restored(self._block_tokens)
         num_wanted = self.num_allowed(request, num_local, max_blocks)
-        wanted = request.info.digests[num_local : num_local + num_wanted]
-        found = self._space.lookup(wanted).poll() if wanted else NO_BLOCKS
-        if found is None:
-            return NOTHING_HELD
+        request.known, found = self._runs.look_up(request.known, request.info.digests, num_local, num_wanted)
         end = num_local + found.num_blocks
         is_told = arrival is not None and (end >= arrival.end_block or arrival.episode.is_expired)
         explained = arrival.episode.miss if arrival is not None and is_told else None

@@ -217,6 +217,10 @@ class RestoreFlow:
             self.arrivals.close(arrival)
             self.decision.end(arrival.episode)
 
+    def close(self) -> None:
+        """Every request ended before."""
+        self._host.close()
+
     def check_integrity(self) -> None:
         self.landings.check_integrity()
         self.arrivals.check_integrity()
@@ -362,7 +366,7 @@ class RestoreFlow:
             num_asked = max(num_landing, min(max_blocks, len(request.info.digests) - num_local))
             miss = miss or self._host.why_missing(request, num_local, num_landing, max_blocks)
             arrived = None if request.arrival is None else request.arrival.arrived
-            self._space.count_lookup(num_asked, num_landing, miss, arrived)
+            request.hit_sources = self._space.count_lookup(num_asked, num_landing, miss, arrived)
         self._space.note_use(request.info.digests[: num_local + num_landing], None)
 
     @hook(lambda: None)

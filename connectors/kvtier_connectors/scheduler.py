@@ -7,14 +7,13 @@ import logging
 import operator
 import threading
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import cast
 
 from kvtier.clock import Clock
 from kvtier.config import Settings
 from kvtier.keys import BlockDigest
-from kvtier.metrics import LedgerSnapshot, RestoreStatus
 from kvtier.reasons import MissReason
 from kvtier.store import Space, Store
 from kvtier.tiers.reservation import Eviction
@@ -33,6 +32,7 @@ from kvtier_connectors.contract import (
     StepDemand,
     TransferPlan,
 )
+from kvtier_connectors.counts import ConnectorStats
 from kvtier_connectors.due import due_policy
 from kvtier_connectors.faults import CAUGHT
 from kvtier_connectors.hooks import hook
@@ -43,33 +43,11 @@ from kvtier_connectors.ranks import RankResults
 from kvtier_connectors.restoring import RestoreFlow
 from kvtier_connectors.storing import StoreFlow
 
-__all__ = ["ConnectorStats", "KVTierScheduler"]
+__all__ = ["KVTierScheduler"]
 
 logger = logging.getLogger("kvtier.connector")
 
 MAX_NOTED_EVICTIONS = 1 << 16
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectorStats:
-    """One moment of a connector. Counters run from its opening."""
-
-    ledger: LedgerSnapshot
-    """Where every due block went."""
-    restore: RestoreStatus
-    """What was decided for those who asked for a restore, and how long they wait."""
-    landed_blocks: int
-    """Blocks restored into the GPU pool and handed to the engine."""
-    failed_landings: int
-    """Blocks that were to land and did not."""
-    readmissions: int
-    """Admissions of a request that had been admitted before; their lookups are in no hit rate."""
-    stale_results: int
-    """Copy results for jobs unknown or over; ignored."""
-    live_requests: int
-    """Requests started and not finished."""
-    in_flight_blocks: int
-    """Blocks being copied, down or up."""
 
 
 class KVTierScheduler(ConnectorScheduler):
@@ -238,6 +216,7 @@ class KVTierScheduler(ConnectorScheduler):
         for request_id in list(self._requests):
             self.finish_request(request_id)
         self._unsubscribe()
+        self._restores.close()
         landings = self._restores.landings
         unplanned = landings.take_unplanned()
         self.complete([CopyResult(job, (), CopyFailure.CLOSED, rank=r) for job in unplanned for r in self._ranks.all])
@@ -264,6 +243,20 @@ class KVTierScheduler(ConnectorScheduler):
             in_flight_blocks=self._num_in_flight,
         )
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether blocks are being copied, or will be by the next plans: an engine without requests steps on."""
+        return self._num_in_flight > 0 or self._stores.num_to_begin > 0
+
+    @property
+    def _num_in_flight(self) -> int:
+        return self._restores.landings.num_copying + self._stores.num_copying
+
+    def hit_sources(self, request_id: str) -> Mapping[str, int]:
+        """Of the blocks that its first admission began to restore, how many had been in which tier."""
+        request = self._requests.get(request_id)
+        return {} if request is None else request.hit_sources
+
     def check_integrity(self) -> None:
         """Raises IntegrityError when ledger, jobs, pins or the store disagree. O(blocks): for tests."""
         self._stores.check_integrity()
@@ -288,10 +281,6 @@ class KVTierScheduler(ConnectorScheduler):
         self._notice_reset()
         self._take_evictions()
         self._stores.make_all_due()
-
-    @property
-    def _num_in_flight(self) -> int:
-        return self._restores.landings.num_copying + self._stores.num_copying
 
     def _why_off(self, request: LiveRequest) -> MissReason | None:
         """Why nothing may be restored for it; None if something may."""

@@ -83,6 +83,11 @@ class StoreFlow:
     def num_copying(self) -> int:
         return len(self._copying)
 
+    @property
+    def num_to_begin(self) -> int:
+        """Due blocks whose copies the next plans begin; none while a copy that was given up may yet read its source."""
+        return 0 if self._abandoned else len(self._due)
+
     def knows_job(self, job_id: int) -> bool:
         return job_id in self._jobs or job_id in self._abandoned
 

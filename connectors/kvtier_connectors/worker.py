@@ -8,6 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -22,11 +24,13 @@ from kvtier_connectors.contract import (
     TransferPlan,
     WriteFence,
 )
-from kvtier_kernels import BlockPlanes, KernelBackend, default_backend
+from kvtier_kernels import KernelBackend, Planes, default_backend
 
 __all__ = ["CopyTotals", "KVTierWorker"]
 
 logger = logging.getLogger("kvtier.worker")
+
+P = TypeVar("P", bound=Planes)
 
 MAX_QUEUED_JOBS = 256
 FENCE_TIMEOUT_S = 30.0  # a device that does not finish a step in this time has other troubles
@@ -51,18 +55,20 @@ class KVTierWorker(ConnectorWorker):
 
     def __init__(
         self,
-        planes: BlockPlanes,
+        planes: P,
         host: npt.NDArray[np.uint8],
         *,
         executor: Executor | None = None,
-        backend: KernelBackend | None = None,
+        backend: KernelBackend[P] | None = None,
         rank: int = 0,
     ) -> None:
-        """rank: of this worker among those that copy their parts of the same blocks."""
-        self._planes = planes
+        """backend: for planes of this kind; the default takes BlockPlanes. rank: of this worker among those that copy
+        their parts of the same blocks."""
+        mover = cast("KernelBackend[P]", default_backend()) if backend is None else backend
+        self._gather, self._scatter = partial(mover.gather, planes), partial(mover.scatter, planes)
+        self._block_bytes = planes.block_bytes
         self._rank = rank
         self._host: npt.NDArray[np.uint8] | None = host
-        self._backend = backend or default_backend()
         self._executor = ThreadExecutor("kvtier-copy", MAX_QUEUED_JOBS) if executor is None else executor
         self._results: deque[CopyResult] = deque()
         self._totals = dict.fromkeys(CopyDirection, CopyTotals(0, 0.0))
@@ -138,9 +144,9 @@ class KVTierWorker(ConnectorWorker):
         offsets = np.asarray(job.offsets, np.int64)
         start = time.perf_counter()
         if job.direction is CopyDirection.STORE:
-            self._backend.gather(self._planes, block_ids, host, offsets)
+            self._gather(block_ids, host, offsets)
         else:
-            self._backend.scatter(self._planes, block_ids, host, offsets)
+            self._scatter(block_ids, host, offsets)
         seconds = time.perf_counter() - start
         copied = tuple(block_id >= 0 for block_id in job.block_ids)  # a back end passes over negative ids
         self._tell(CopyResult(job.job_id, copied, None, seconds, self._rank), job)
@@ -153,7 +159,7 @@ class KVTierWorker(ConnectorWorker):
             self._queued.pop(job.job_id, None)
             if result.failure is None:
                 totals = self._totals[job.direction]
-                num_bytes = totals.num_bytes + len(job.block_ids) * self._planes.block_bytes
+                num_bytes = totals.num_bytes + len(job.block_ids) * self._block_bytes
                 self._totals[job.direction] = CopyTotals(num_bytes, totals.seconds + result.seconds)
             self._results.append(result)
             self._arrived.notify()

@@ -1,19 +1,25 @@
 """What every back end checks before the first byte moves."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvtier_kernels.arrays import Bytes
 from kvtier_kernels.errors import KernelError
-from kvtier_kernels.planes import BlockPlanes
 
 HOLE = -1
 Copies = list[tuple[int, int]]  # (block id, byte offset of its slot), holes left out
 
 
-def check_gather(planes: BlockPlanes, block_ids: ArrayLike, host: Bytes, offsets: ArrayLike) -> Copies:
+class Planes(Protocol):
+    """A pool of `num_blocks` blocks of `block_bytes` bytes each, wherever it is."""
+
+    num_blocks: int
+    block_bytes: int
+
+
+def check_gather(planes: Planes, block_ids: ArrayLike, host: Bytes, offsets: ArrayLike) -> Copies:
     """The copies of a gather, whose slots are writable and do not overlap; raises KernelError."""
     ids, starts = _check_copies(planes, block_ids, host, offsets)
     if not host.flags.writeable:
@@ -26,7 +32,7 @@ def check_gather(planes: BlockPlanes, block_ids: ArrayLike, host: Bytes, offsets
     return list(zip(ids.tolist(), starts.tolist(), strict=True))
 
 
-def check_scatter(planes: BlockPlanes, block_ids: ArrayLike, host: Bytes, offsets: ArrayLike) -> Copies:
+def check_scatter(planes: Planes, block_ids: ArrayLike, host: Bytes, offsets: ArrayLike) -> Copies:
     """The copies of a scatter, which names no block twice; raises KernelError."""
     ids, starts = _check_copies(planes, block_ids, host, offsets)
     unique, counts = np.unique(ids, return_counts=True)
@@ -36,7 +42,7 @@ def check_scatter(planes: BlockPlanes, block_ids: ArrayLike, host: Bytes, offset
 
 
 def _check_copies(
-    planes: BlockPlanes, block_ids: ArrayLike, host: Bytes, offsets: ArrayLike
+    planes: Planes, block_ids: ArrayLike, host: Bytes, offsets: ArrayLike
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     _check_host(host)
     ids, starts = _integers(block_ids, "block_ids"), _integers(offsets, "offsets")

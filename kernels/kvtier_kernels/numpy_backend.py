@@ -12,7 +12,7 @@ from kvtier_kernels.runs import EvenRun, UnevenRun
 _TEMPORARY_BYTES = 512 * 1024
 
 
-class NumpyBackend(KernelBackend):
+class NumpyBackend(KernelBackend[BlockPlanes]):
     """The default: no dependency, no threads of its own. Only a gather from separate planes is faster with torch."""
 
     def _gather(self, planes: BlockPlanes, copies: Copies, host: Bytes) -> None:

@@ -8,7 +8,7 @@ from kvtier_kernels.checks import Copies
 from kvtier_kernels.planes import BlockPlanes
 
 
-class ReferenceBackend(KernelBackend):
+class ReferenceBackend(KernelBackend[BlockPlanes]):
     """What the others must equal. Slow beside busy Python threads: it takes the GIL once a segment."""
 
     def _gather(self, planes: BlockPlanes, copies: Copies, host: Bytes) -> None:

@@ -4,6 +4,7 @@ from importlib import import_module
 
 from kvtier_kernels.base import KernelBackend
 from kvtier_kernels.errors import KernelError
+from kvtier_kernels.planes import BlockPlanes
 
 _NAME_TO_CLASS = {
     "reference": "kvtier_kernels.reference:ReferenceBackend",
@@ -17,7 +18,7 @@ def backend_names() -> tuple[str, ...]:
     return tuple(_NAME_TO_CLASS)
 
 
-def get_backend(name: str) -> KernelBackend:
+def get_backend(name: str) -> KernelBackend[BlockPlanes]:
     """A new back end; raises KernelError for an unknown name or one whose library cannot be imported."""
     if name not in _NAME_TO_CLASS:
         raise KernelError(f"no back end {name!r}, known are {', '.join(_NAME_TO_CLASS)}")
@@ -30,6 +31,6 @@ def get_backend(name: str) -> KernelBackend:
     return backend
 
 
-def default_backend() -> KernelBackend:
+def default_backend() -> KernelBackend[BlockPlanes]:
     """`numpy`: needs nothing else and starts no threads. For pools of separate tensors `torch` gathers faster."""
     return get_backend("numpy")

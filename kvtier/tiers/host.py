@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvtier.errors import ClosedError, ForkedError, IntegrityError
 from kvtier.index import BlockIndex, BlockState
@@ -90,7 +90,7 @@ class HostTier(Tier):
     def committed_run(self, namespace: bytes, digests: Sequence[BlockDigest]) -> int:
         """How many leading blocks are here. Pure: no lease, no recency, no statistics."""
         with self._lock:
-            return len(self._index.committed_run(namespace, digests))
+            return self._index.committed_length(namespace, digests)
 
     def state(self, namespace: bytes, digest: BlockDigest) -> BlockState | None:
         """What the index says of one block; None when it is not named."""
@@ -228,11 +228,7 @@ class HostTier(Tier):
             digests = self._index.digests(namespace)
         forgotten = 0
         for start in range(0, len(digests), RESET_STRETCH):
-            with self._lock:
-                for digest in digests[start : start + RESET_STRETCH]:
-                    if self._index.find(namespace, digest) is not None:
-                        self._forget(namespace, BlockDigest(digest))
-                        forgotten += 1
+            forgotten += len(self._forget_all((namespace, d) for d in digests[start : start + RESET_STRETCH]))
         return forgotten
 
     # ---- Tier ----------------------------------------------------------------------------------------------------
@@ -248,14 +244,7 @@ class HostTier(Tier):
         return [self._write_one(request) for request in requests]
 
     def remove(self, keys: Sequence[Key]) -> int:
-        with self._lock:
-            removed = 0
-            for space, digest in map(split_key, keys):
-                found = self._index.find(space, digest)
-                if found is not None:
-                    self._forget(space, digest)
-                    removed += found[1] is BlockState.COMMITTED
-            return removed
+        return sum(state is BlockState.COMMITTED for state in self._forget_all(map(split_key, keys)))
 
     def usage(self) -> TierUsage:
         usage = self._pool.usage()
@@ -286,7 +275,7 @@ class HostTier(Tier):
     # ---- under the lock ------------------------------------------------------------------------------------------
 
     def _lease(self, slots: Sequence[int], owner: Owner) -> list[Lease]:
-        leases = [self._pool.lease(slot, owner) for slot in slots]
+        leases = self._pool.lease_all(slots, owner)
         for slot_bytes in {lease.nbytes for lease in leases}:  # one, unless blocks of one namespace differ in length
             self._policies[slot_bytes].touch([lease.slot for lease in leases if lease.nbytes == slot_bytes])
         return leases
@@ -346,6 +335,19 @@ class HostTier(Tier):
         self._pool.clear_resident(slot)
 
     # ---- outside the lock ----------------------------------------------------------------------------------------
+
+    def _forget_all(self, blocks: Iterable[tuple[bytes, bytes]]) -> list[BlockState]:
+        """Of these blocks those that are named; what they were. Whoever relies on them is told, as of an eviction."""
+        states, gone = [], []
+        with self._lock:
+            for space, digest in blocks:
+                found = self._index.find(space, digest)
+                if found is not None:
+                    self._forget(space, BlockDigest(digest))
+                    states.append(found[1])
+                    gone.append(Eviction(space, BlockDigest(digest)))
+        self._tell_evicted(gone)
+        return states
 
     def _tell_evicted(self, evicted: Sequence[Eviction]) -> None:
         if evicted:

@@ -113,9 +113,9 @@ class FaultySpace(Space):
         self.faults.meet("owner")
         return super().owner(name)
 
-    def count_lookup(self, asked: int, hit: int, miss: Any, staged: Any = None) -> None:
+    def count_lookup(self, asked: int, hit: int, miss: Any, staged: Any = None) -> dict[str, int]:
         self.faults.meet("count_lookup")
-        super().count_lookup(asked, hit, miss, staged)
+        return super().count_lookup(asked, hit, miss, staged)
 
     def locate(self, digests: Sequence[BlockDigest]) -> Located:
         self.faults.meet("locate")
@@ -514,6 +514,7 @@ def test_after_ten_thousand_requests_ending_in_every_way_every_container_is_boun
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtier.tiers.host.MAX_GHOSTS", 100)
+    monkeypatch.setattr("kvtier_connectors.known.MAX_NOTED", 100)
     rig = open_engine(num_blocks=24, host_blocks=40, max_num_seqs=16, max_batch_tokens=256)
     step, engine = rig.engine.step, rig.engine
     ended: dict[FinishReason, int] = dict.fromkeys(FinishReason, 0)

@@ -8,11 +8,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.config import RestoreSettings
-from kvtier.metrics import LedgerSnapshot, StatsCollector
+from kvtier.families import StatsCollector
+from kvtier.metrics import LedgerSnapshot
 from kvtier.reasons import DropReason
 from kvtier.restore import RestoreDecision
 from kvtier.testing import FakeClock
-from kvtier_connectors.scheduler import ConnectorStats
+from kvtier_connectors.counts import ConnectorStats
 from kvtier_engine.testing.disk import disk_rigs
 
 

@@ -63,7 +63,7 @@ class Gate:
         return self.open.wait(timeout)
 
 
-class BrokenBackend(KernelBackend):
+class BrokenBackend(KernelBackend[BlockPlanes]):
     def __init__(self, error: BaseException) -> None:
         self.error = error
 

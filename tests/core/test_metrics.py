@@ -15,10 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.config import HostSettings, MemorySnapshot, Settings, load_settings
 from kvtier.errors import IntegrityError
+from kvtier.families import GAUGES, LABELS, WORDS, StatsCollector
 from kvtier.keys import Extras, Namespace, Shard, digest_tokens
 from kvtier.layout import KVLayout
 from kvtier.memory import PAGE_BYTES
-from kvtier.metrics import GAUGES, LABELS, WORDS, DiskStats, Ledger, LedgerSnapshot, StatsCollector, StatsSnapshot
+from kvtier.metrics import DiskStats, Ledger, LedgerSnapshot, StatsSnapshot
 from kvtier.reasons import DropReason, MissReason
 from kvtier.store import Space, Store
 from kvtier.testing import FakeClock, ManualExecutor

@@ -22,7 +22,8 @@ from kvtier.config import RestoreSettings
 from kvtier.cost import MAX_AGE_S
 from kvtier.episode import ACTIVE, Stopwatch
 from kvtier.fallbacks import MAX_LINES
-from kvtier.metrics import GAUGES, LABELS, RestoreStatus, StatsCollector
+from kvtier.families import GAUGES, LABELS, StatsCollector
+from kvtier.metrics import RestoreStatus
 from kvtier.progress import FIRST_WAIT_S, RETRIED
 from kvtier.reasons import MissReason
 from kvtier.restore import (

@@ -22,7 +22,14 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from vllm import LLM
+    from vllm import LLM, __version__
+
+    from tests.vllm.plugin import MODULE, NAME, OpenRig
+    from tests.vllm.scheduler_rig import SchedulerRig
+
+if (expected := os.environ.get("EXPECT_VLLM", __version__)) != __version__:
+    # As when a tree of another version is not found: the tests would pass in the installed one, and prove nothing.
+    raise pytest.UsageError(f"these tests are to run in vLLM {expected}, and {__version__} was imported")
 
 # vLLM and its dependencies warn of their own affairs; what ours warn of stays an error.
 WARNINGS = (
@@ -72,6 +79,21 @@ class LLMs:
         while self._open:
             self._open.pop().llm_engine.engine_core.shutdown()
         gc.collect()
+
+
+@pytest.fixture
+def open_rig() -> Iterator[OpenRig]:
+    """Scheduler rigs with the plug-in; nothing of theirs is left at the end."""
+    rigs: list[SchedulerRig] = []
+
+    def make(settings: dict[str, Any] | None = None, **kwargs: Any) -> SchedulerRig:
+        extra = {"model": "rig", "settings": {"host.size": "16MiB", "host.slab": "1MiB"} | (settings or {})}
+        rigs.append(SchedulerRig(MODULE, NAME, extra, **kwargs))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()
 
 
 @pytest.fixture(scope="session")

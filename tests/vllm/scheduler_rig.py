@@ -14,22 +14,23 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
-from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
-from vllm.v1.core.kv_cache_utils import (
-    get_block_hash,
-    get_kv_cache_configs,
-    get_request_block_hasher,
-    init_none_hash,
-    resolve_cache_hit_alignment_tokens,
-    resolve_kv_cache_block_sizes,
-)
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -137,7 +138,7 @@ class SchedulerRig:
 
     The blocks of `num_blocks` are one fewer than it says: vLLM keeps one for itself. A pool that is small beside
     `max_num_seqs` requests of `max_model_len` tokens preempts. `max_model_len` is what fits in the pool unless given.
-    Without a `connector_name` vLLM runs without a connector.
+    Without a `connector_name` vLLM runs without a connector. `has_events`: vLLM collects KV events, and publishes none.
     """
 
     def __init__(
@@ -152,6 +153,8 @@ class SchedulerRig:
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 512,
         kv_load_failure_policy: str = "recompute",
+        policy: str = "fcfs",
+        has_events: bool = False,
     ) -> None:
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
@@ -184,12 +187,15 @@ class SchedulerRig:
                     max_num_batched_tokens=max(max_num_batched_tokens, max_num_seqs),
                     max_model_len=max_model_len,
                     is_encoder_decoder=False,
+                    policy=policy,
+                    async_scheduling=False,  # as `step` does; elsewhere than on a CPU vLLM overlaps steps unless told
                 ),
                 cache_config=CacheConfig(
                     block_size=block_size, enable_prefix_caching=True, num_gpu_blocks_override=num_blocks
                 ),
                 device_config=DeviceConfig("cpu"),
                 kv_transfer_config=transfer or None,
+                kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if has_events else None,
             )
             layers = [f"model.layers.{layer}.self_attn.attn" for layer in range(NUM_LAYERS)]
             self.pool = KVPool(layers, num_blocks, NUM_KV_HEADS, block_size, 2 * HEAD_SIZE)
@@ -206,26 +212,27 @@ class SchedulerRig:
             stack.callback(self.scheduler.shutdown)
             hash_function = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
             init_none_hash(hash_function)
-            self._hasher = get_request_block_hasher(block_size, hash_function)
+            self.hasher = get_request_block_hasher(block_size, hash_function)
             self._closing = stack.pop_all()
 
     def _make_kv_cache_config(self, layers: Iterable[str]) -> Any:
-        """As the engine core makes it of what a model asks for."""
+        """The engine core makes it of what workers tell: how it does differs from version to version of vLLM."""
         cache_config = self.vllm_config.cache_config
         spec = FullAttentionSpec(
             block_size=cache_config.block_size, num_kv_heads=NUM_KV_HEADS, head_size=HEAD_SIZE, dtype=torch.bfloat16
         )
-        resolve_kv_cache_layout(self.vllm_config, [[CPU_LAYOUT]], [spec])
         enough = cache_config.num_gpu_blocks_override * spec.page_size_bytes * NUM_LAYERS
-        (kv_cache_config,) = get_kv_cache_configs(self.vllm_config, [dict.fromkeys(layers, spec)], [enough])
-        assert kv_cache_config.num_blocks == cache_config.num_gpu_blocks_override
-        kv_cache_config.kv_cache_layout = cache_config.kv_cache_layout
-        cache_config.num_gpu_blocks = kv_cache_config.num_blocks
-        sizes = resolve_kv_cache_block_sizes(kv_cache_config, self.vllm_config)
-        kv_cache_config.hash_block_size = sizes[1]
-        kv_cache_config.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(
-            kv_cache_config, self.vllm_config, *sizes
+        workers = SimpleNamespace(
+            get_kv_cache_specs=lambda: [dict.fromkeys(layers, spec)],
+            get_supported_kv_cache_layouts=lambda: [[CPU_LAYOUT]],
+            set_kv_cache_layout=lambda *_: None,
+            determine_available_memory=lambda: [enough],
+            initialize_from_config=lambda _: None,
+            compile_or_warm_up_model=lambda: None,
         )
+        core = SimpleNamespace(model_executor=workers)
+        kv_cache_config = EngineCore._initialize_kv_caches(core, self.vllm_config)
+        assert kv_cache_config.num_blocks == cache_config.num_gpu_blocks_override
         return kv_cache_config
 
     def _open_worker(self, stack: ExitStack) -> Any:
@@ -264,6 +271,7 @@ class SchedulerRig:
         max_tokens: int,
         cache_salt: str | None = None,
         kv_transfer_params: Mapping[str, object] | None = None,
+        priority: int = 0,
     ) -> None:
         extra = {"kv_transfer_params": dict(kv_transfer_params)} if kv_transfer_params is not None else None
         request = Request(
@@ -272,7 +280,8 @@ class SchedulerRig:
             sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra),
             pooling_params=None,
             cache_salt=cache_salt,
-            block_hasher=self._hasher,
+            priority=priority,
+            block_hasher=self.hasher,
         )
         self.outputs[request_id] = []
         self._live[request_id] = _Live(request, Trace(cache_salt), expected_output(tokens, max_tokens, cache_salt))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,83 +12,24 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvtier.errors import ConfigError, LayoutError
-from kvtier.metrics import StatsSnapshot
 from kvtier.reasons import DropReason
 from kvtier_connectors.contract import CopyFailure
-from kvtier_connectors.scheduler import KVTierScheduler
 from kvtier_connectors.vllm import KVTierConnector
-from kvtier_connectors.vllm.worker import WorkerSide
+from tests.vllm.plugin import (
+    BLOCK,
+    MODULE,
+    NAME,
+    OpenRig,
+    fail_once,
+    fill,
+    half,
+    owner_of,
+    prompt,
+    stats,
+    verify_quiet,
+    worker,
+)
 from tests.vllm.scheduler_rig import SchedulerRig
-
-BLOCK = 32
-SOON_S = 10.0
-MODULE, NAME = "kvtier_connectors.vllm", "KVTierConnector"
-
-
-def prompt(start: int, num_blocks: int, extra: int = 8) -> list[int]:
-    return list(range(start, start + num_blocks * BLOCK + extra))
-
-
-Open = Callable[..., SchedulerRig]
-
-
-@pytest.fixture
-def open_rig() -> Iterator[Open]:
-    """Rigs with the plug-in; nothing of theirs is left at the end."""
-    rigs: list[SchedulerRig] = []
-
-    def make(settings: dict[str, Any] | None = None, **kwargs: Any) -> SchedulerRig:
-        extra = {"model": "rig", "settings": {"host.size": "16MiB", "host.slab": "1MiB"} | (settings or {})}
-        rigs.append(SchedulerRig(MODULE, NAME, extra, **kwargs))
-        return rigs[-1]
-
-    yield make
-    for rig in rigs:
-        rig.close()
-
-
-def half(rig: SchedulerRig) -> KVTierScheduler:
-    found = rig.connector.scheduler_side.kv
-    assert isinstance(found, KVTierScheduler)
-    return found
-
-
-def worker(rig: SchedulerRig) -> WorkerSide:
-    assert rig.worker is not None
-    found = rig.worker.worker_side
-    assert isinstance(found, WorkerSide)
-    return found
-
-
-def stats(rig: SchedulerRig) -> StatsSnapshot:
-    found = rig.connector.scheduler_side.store.stats()
-    assert isinstance(found, StatsSnapshot)
-    return found
-
-
-def verify_quiet(rig: SchedulerRig) -> None:
-    """No request is left, and nothing of ours."""
-    rig.run()
-    rig.check_nothing_is_held()
-    half(rig).check_integrity()
-    side = rig.connector.scheduler_side
-    assert not any((side._live, side._waiting, side._promised, side._computing, side._loads, side._jobs, side._landed))
-    assert half(rig).stats().ledger.pending == 0
-    deadline = time.monotonic() + SOON_S
-    while stats(rig).leases and time.monotonic() < deadline:  # a disk's threads still read or write
-        time.sleep(0.001)
-    assert stats(rig).leases == 0
-    assert not rig.connector._errors
-    assert not rig.worker._errors
-
-
-def fill(rig: SchedulerRig) -> None:
-    """Have a prompt of 16 blocks computed, and pushed out of the pool by others."""
-    rig.add_request("a", prompt(100, 16), 2)
-    rig.run()
-    for number in range(3):
-        rig.add_request(f"other {number}", prompt(10_000 * (number + 1), 16), 2)
-        rig.run()
 
 
 def serve_in_turn(rig: SchedulerRig) -> None:
@@ -102,7 +41,7 @@ def serve_in_turn(rig: SchedulerRig) -> None:
             rig.step()
 
 
-def test_a_prompt_that_left_the_pool_is_loaded_and_not_computed(open_rig: Open) -> None:
+def test_a_prompt_that_left_the_pool_is_loaded_and_not_computed(open_rig: OpenRig) -> None:
     rig = open_rig(num_blocks=24)
     fill(rig)
     rig.add_request("again", prompt(100, 16), 2)
@@ -113,7 +52,7 @@ def test_a_prompt_that_left_the_pool_is_loaded_and_not_computed(open_rig: Open) 
     verify_quiet(rig)
 
 
-def test_a_block_that_is_reused_in_a_step_is_stored_before_it_is_overwritten(open_rig: Open) -> None:
+def test_a_block_that_is_reused_in_a_step_is_stored_before_it_is_overwritten(open_rig: OpenRig) -> None:
     rig = open_rig(num_blocks=20, max_num_batched_tokens=1024)
     serve_in_turn(rig)
     ledger = half(rig).stats().ledger
@@ -121,7 +60,7 @@ def test_a_block_that_is_reused_in_a_step_is_stored_before_it_is_overwritten(ope
     verify_quiet(rig)
 
 
-def test_a_copy_that_a_step_cannot_wait_for_stores_nothing(open_rig: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_a_step_cannot_wait_for_stores_nothing(open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier_connectors.vllm.worker.FENCE_S", 0.0)
     rig = open_rig(num_blocks=20, max_num_batched_tokens=1024)
     serve_in_turn(rig)
@@ -129,7 +68,7 @@ def test_a_copy_that_a_step_cannot_wait_for_stores_nothing(open_rig: Open, monke
     verify_quiet(rig)
 
 
-def test_a_disk_outlives_the_engine(open_rig: Open, tmp_path: Path) -> None:
+def test_a_disk_outlives_the_engine(open_rig: OpenRig, tmp_path: Path) -> None:
     disk = {"disk.path": [str(tmp_path)], "disk.size": "64MiB", "disk.min_free": 1}
     first = open_rig(disk, num_blocks=24)
     first.add_request("a", prompt(100, 16), 2)
@@ -147,7 +86,7 @@ def test_a_disk_outlives_the_engine(open_rig: Open, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lost", ["first", "middle", "last", "all"])
 def test_whatever_part_of_a_load_fails_the_rest_is_computed(
-    lost: str, open_rig: Open, monkeypatch: pytest.MonkeyPatch
+    lost: str, open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = open_rig(num_blocks=24)
     fill(rig)
@@ -172,7 +111,7 @@ def test_whatever_part_of_a_load_fails_the_rest_is_computed(
     verify_quiet(rig)
 
 
-def test_who_is_aborted_while_its_blocks_land_leaves_nothing(open_rig: Open) -> None:
+def test_who_is_aborted_while_its_blocks_land_leaves_nothing(open_rig: OpenRig) -> None:
     rig = open_rig(num_blocks=24)
     fill(rig)
     rig.add_request("again", prompt(100, 16), 2)
@@ -182,7 +121,7 @@ def test_who_is_aborted_while_its_blocks_land_leaves_nothing(open_rig: Open) -> 
     verify_quiet(rig)
 
 
-def test_salts_share_nothing(open_rig: Open) -> None:
+def test_salts_share_nothing(open_rig: OpenRig) -> None:
     rig = open_rig(num_blocks=24)
     rig.add_request("a", prompt(100, 16), 2, cache_salt="one")
     rig.run()
@@ -194,7 +133,7 @@ def test_salts_share_nothing(open_rig: Open) -> None:
     verify_quiet(rig)
 
 
-def test_an_exception_in_a_hook_costs_a_miss(open_rig: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_in_a_hook_costs_a_miss(open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = open_rig(num_blocks=24)
 
     def fail(*_: object) -> None:
@@ -207,7 +146,7 @@ def test_an_exception_in_a_hook_costs_a_miss(open_rig: Open, monkeypatch: pytest
     assert rig.connector._errors == {("get_num_new_matched_tokens", "RuntimeError")}
 
 
-def test_a_local_hit_that_shrank_while_its_request_waited_is_noticed(open_rig: Open) -> None:
+def test_a_local_hit_that_shrank_while_its_request_waited_is_noticed(open_rig: OpenRig) -> None:
     """It gave up waiting for room; when there is some, others have taken the blocks that it would have shared."""
     rig = open_rig({"restore.capacity_bound_s": 0}, num_blocks=24)
     rig.add_request("before", prompt(100, 16), 2)
@@ -228,15 +167,11 @@ def test_a_local_hit_that_shrank_while_its_request_waited_is_noticed(open_rig: O
 
 @pytest.mark.parametrize("where", ["scheduler_side.num_loadable", "scheduler_side.kv.match"])
 def test_a_hook_that_fails_once_leaves_no_wrong_block_behind(
-    where: str, open_rig: Open, monkeypatch: pytest.MonkeyPatch
+    where: str, open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = open_rig(num_blocks=24)
     fill(rig)
-    owner: Any = rig.connector
-    *path, name = where.split(".")
-    for part in path:
-        owner = getattr(owner, part)
-    fail_once(owner, name, monkeypatch)
+    fail_once(*owner_of(rig.connector, where), monkeypatch)
     for number in range(3):
         rig.add_request(f"r{number}", prompt(100, 16), 2)
         rig.run()
@@ -246,25 +181,14 @@ def test_a_hook_that_fails_once_leaves_no_wrong_block_behind(
     rig.check_nothing_is_held()
 
 
-def fail_once(owner: object, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    method, calls = getattr(owner, name), itertools.count()
-
-    def failing(*args: object, **kwargs: object) -> object:
-        if next(calls) == 0:
-            raise RuntimeError(name)
-        return method(*args, **kwargs)
-
-    monkeypatch.setattr(owner, name, failing)
-
-
-@pytest.mark.parametrize("name", ["_note_time", "_publish_computed", "_begin_load", "_note_table", "_note_scheduled"])
+@pytest.mark.parametrize("name", ["_work.end", "_publish_computed", "_begin_load", "_note_table", "_note_scheduled"])
 def test_an_exception_within_the_scheduler_half_strands_nobody(
-    name: str, open_rig: Open, monkeypatch: pytest.MonkeyPatch
+    name: str, open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = open_rig(num_blocks=24)
     fill(rig)
     rig.add_request("again", prompt(100, 16), 2)
-    fail_once(rig.connector.scheduler_side, name, monkeypatch)
+    fail_once(*owner_of(rig.connector.scheduler_side, name), monkeypatch)
     rig.run()
     for number in range(3):
         rig.add_request(f"after {number}", prompt(100 + 5_000 * number, 16), 2)
@@ -273,7 +197,7 @@ def test_an_exception_within_the_scheduler_half_strands_nobody(
     rig.check_nothing_is_held()
 
 
-def test_a_worker_that_cannot_copy_strands_nobody(open_rig: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_cannot_copy_strands_nobody(open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = open_rig(num_blocks=24)
     fill(rig)
     fail_once(worker(rig)._worker, "submit", monkeypatch)
@@ -283,7 +207,7 @@ def test_a_worker_that_cannot_copy_strands_nobody(open_rig: Open, monkeypatch: p
     verify_quiet(rig)
 
 
-def test_what_a_worker_tells_twice_counts_once(open_rig: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_worker_tells_twice_counts_once(open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = open_rig(num_blocks=24)
     fill(rig)
     report = worker(rig).report
@@ -322,7 +246,7 @@ def test_what_cannot_be_meant_is_an_error_at_start(extra: dict[str, Any], words:
     ],
 )
 def test_an_engine_whose_steps_overlap_is_refused(
-    section: str, name: str, value: object, words: str, open_rig: Open, monkeypatch: pytest.MonkeyPatch
+    section: str, name: str, value: object, words: str, open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = open_rig(num_blocks=24)
     monkeypatch.setattr(getattr(rig.vllm_config, section), name, value)
@@ -330,7 +254,7 @@ def test_an_engine_whose_steps_overlap_is_refused(
         KVTierConnector(rig.vllm_config, KVConnectorRole.WORKER, rig.kv_cache_config)
 
 
-def test_a_cache_of_another_shape_is_refused(open_rig: Open) -> None:
+def test_a_cache_of_another_shape_is_refused(open_rig: OpenRig) -> None:
     rig = open_rig(num_blocks=24)
     tensors = {name: tensor[:-1] for name, tensor in rig.pool.tensors.items()}
     with pytest.raises(LayoutError, match="not its 24 blocks"):
@@ -352,7 +276,7 @@ def failing_now_and_then(report: Callable[[], Any], chance: random.Random) -> Ca
 @pytest.mark.parametrize("policy", ["on_evict", "write_through"])
 @pytest.mark.parametrize("seed", range(6))
 def test_any_traffic_reads_right_kv_and_ends(
-    seed: int, policy: str, open_rig: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seed: int, policy: str, open_rig: OpenRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts that share prefixes, in a pool for two or three of them: preempted, aborted, reset, under a host pool
     that is small too, with and without a disk, while copies fail now and then."""

@@ -21,13 +21,16 @@ from kvtier.keys import Namespace, Shard
 from kvtier_connectors.faults import CAUGHT
 from kvtier_connectors.fingerprint import model_fingerprint
 from kvtier_connectors.hooks import hook
+from kvtier_connectors.vllm.asked import RequestOptions
 from kvtier_connectors.vllm.messages import StepPlan, StepReport
 from kvtier_connectors.vllm.pages import Pages
 from kvtier_connectors.vllm.scheduler import SchedulerSide
+from kvtier_connectors.vllm.telemetry import KVTierMetrics, KVTierStats, hit_sources
 from kvtier_connectors.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -40,6 +43,8 @@ logger = logging.getLogger("kvtier.vllm")
 
 OPTIONS = frozenset({"config", "model", "settings"})
 HASHES = ("sha256", "sha256_cbor")
+TESTED = ("0.31.0", "0.32.0", "0.33.0")
+"""Versions of vLLM that the tests run with: 0.32.0 as a whole, of the others the scheduler's side."""
 
 
 class KVTierConnector(KVConnectorBase_V1):
@@ -57,6 +62,7 @@ class KVTierConnector(KVConnectorBase_V1):
         """Raises ConfigError, with the option to change, for what cannot work."""
         super().__init__(vllm_config, role, kv_cache_config)
         _check_supported(vllm_config)
+        _check_version(vllm.__version__)
         parallel = vllm_config.parallel_config
         self._pages = Pages(kv_cache_config, parallel.tensor_parallel_size)
         self._errors: set[tuple[str, str]] = set()
@@ -140,8 +146,38 @@ class KVTierConnector(KVConnectorBase_V1):
     def reset_cache(self) -> bool:
         return self.scheduler_side.reset()
 
-    def take_events(self) -> Iterable[Any]:
-        return ()
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
+        return self._hit_sources(request, num_external_tokens) or super().get_external_cache_hit_sources(
+            request, num_external_tokens
+        )
+
+    @hook(lambda: cast("dict[Any, int]", {}))
+    def _hit_sources(self, request: Request, num_tokens: int) -> dict[Any, int]:
+        return hit_sources(self.scheduler_side.hit_tokens(request.request_id), num_tokens)
+
+    @hook(lambda: cast("Iterable[KVCacheEvent]", ()))
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return self.scheduler_side.take_events()
+
+    @hook(lambda: cast("KVTierStats | None", None))
+    def get_kv_connector_stats(self) -> KVTierStats | None:
+        return None if self._scheduler_side is None else self._scheduler_side.take_stats()
+
+    # ---- vLLM's frontend -----------------------------------------------------------------------------------------
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVTierStats:
+        return KVTierStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVTierMetrics:
+        return KVTierMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # ---- vLLM's workers ------------------------------------------------------------------------------------------
 
@@ -209,6 +245,11 @@ def _check_supported(vllm_config: VllmConfig) -> None:
         raise ConfigError(f"kvtier does not support {', '.join(unsupported)} yet")
 
 
+def _check_version(version: str) -> None:
+    if version.partition("+")[0] not in TESTED:
+        logger.warning("kvtier is tested with vLLM %s, and not with %s", ", ".join(TESTED), version)
+
+
 def _open_scheduler(vllm_config: VllmConfig, pages: Pages) -> SchedulerSide:
     extra = dict(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
     if unknown := sorted(extra.keys() - OPTIONS):
@@ -230,5 +271,12 @@ def _open_scheduler(vllm_config: VllmConfig, pages: Pages) -> SchedulerSide:
             "kv_load_failure_policy is %r: a copy that fails ends its request; set it to 'recompute'",
             vllm_config.kv_transfer_config.kv_load_failure_policy,
         )
-    scheduler = vllm_config.scheduler_config
-    return SchedulerSide(settings, namespace, pages.num_ranks, scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+    scheduler, events = vllm_config.scheduler_config, vllm_config.kv_events_config
+    return SchedulerSide(
+        settings,
+        namespace,
+        RequestOptions(by_priority=scheduler.policy == "priority"),
+        num_ranks=pages.num_ranks,
+        step_budget=-(-scheduler.max_num_batched_tokens // pages.block_tokens) + scheduler.max_num_seqs,
+        has_events=events is not None and events.enable_kv_cache_events,
+    )

@@ -30,7 +30,7 @@ class Landed:
 
 @dataclass
 class StepPlan(KVConnectorMetadata):
-    """To the workers. serial: counts plans."""
+    """To the workers. serial: counts plans. is_idle: the step computes nothing."""
 
     serial: int
     host: HostAddress
@@ -38,6 +38,7 @@ class StepPlan(KVConnectorMetadata):
     fence: tuple[int, ...]
     """Jobs that read what this step's forward writes."""
     landed: tuple[Landed, ...]
+    is_idle: bool = False
 
 
 @dataclass

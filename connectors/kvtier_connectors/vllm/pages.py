@@ -10,6 +10,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from kvtier.errors import ConfigError, LayoutError
 from kvtier.layout import KVKind, KVLayout
 from kvtier_kernels import BlockPlanes
+from kvtier_kernels.device import DevicePlanes
 
 __all__ = ["Pages"]
 
@@ -51,19 +52,30 @@ class Pages:
         """Bytes of one worker's part of a block."""
         return self.num_layers * self.page_bytes
 
-    def planes(self, kv_caches: Mapping[str, torch.Tensor]) -> BlockPlanes:
-        """The registered caches, layer by layer. Raises LayoutError where they are not what the config says."""
-        tensors = list(kv_caches.values())
-        if len(tensors) != self.num_layers:
-            raise LayoutError(f"vLLM registered {len(tensors)} KV caches, its config has {self.num_layers} layers")
-        pages = [_by_block(name, tensor, self.num_blocks) for name, tensor in kv_caches.items()]
-        planes = BlockPlanes.from_arrays(pages)
+    def planes(self, kv_caches: Mapping[str, torch.Tensor]) -> BlockPlanes | DevicePlanes:
+        """The registered caches, layer by layer; layers that share another's cache count once. Raises LayoutError where
+        they are not what the config says."""
+        layers = _distinct(kv_caches)
+        if len(layers) != self.num_layers:
+            raise LayoutError(
+                f"vLLM registered {len(layers)} different KV caches, its config has {self.num_layers} layers"
+            )
+        pages = [_by_block(name, tensor, self.num_blocks) for name, tensor in layers.items()]
+        is_on_cpu = all(page.device.type == "cpu" for page in pages)
+        planes = BlockPlanes.from_arrays(pages) if is_on_cpu else DevicePlanes(pages)
         if set(planes.segment_bytes) != {self.page_bytes}:
             raise LayoutError(
                 f"pages of the KV caches are {sorted(set(planes.segment_bytes))} bytes long, the config says "
                 f"{self.page_bytes}"
             )
         return planes
+
+
+def _distinct(kv_caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One name of each cache: layers may share one."""
+    names = {(tensor.device, tensor.data_ptr(), tensor.stride()): name for name, tensor in [*kv_caches.items()][::-1]}
+    first = set(names.values())
+    return {name: tensor for name, tensor in kv_caches.items() if name in first}
 
 
 def _by_block(name: str, tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -20,52 +19,24 @@ from kvtier_connectors.contract import (
     CopyDirection,
     CopyJob,
     CopyResult,
-    KVOptions,
     RequestInfo,
     RestoreOutcome,
     StepDemand,
-    StepWork,
 )
 from kvtier_connectors.scheduler import KVTierScheduler
+from kvtier_connectors.vllm.asked import RequestOptions
 from kvtier_connectors.vllm.blocks import VllmBlocks
+from kvtier_connectors.vllm.events import HostEvents
+from kvtier_connectors.vllm.live import Live, Load
 from kvtier_connectors.vllm.messages import HostAddress, Landed, StepPlan, StepReport
+from kvtier_connectors.vllm.telemetry import KVTierStats, Telemetry
+from kvtier_connectors.vllm.work import PromptWork
 
 __all__ = ["SchedulerSide"]
 
 ABORTED = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
 MAX_LOOKED_WAITING = 8
 """Requests at the head of vLLM's queue whose need counts as demand for free blocks."""
-
-
-@dataclass(eq=False)
-class _Load:
-    """One load of a request: the destinations that vLLM was promised, and how many copies write them yet."""
-
-    request_id: str
-    blocks: tuple[int, ...]
-    num_copying: int
-    num_good: int | None = None
-    """The first blocks that hold their bytes; None until that is known."""
-
-
-@dataclass(eq=False)
-class _Live:
-    """A request between its arrival and its end."""
-
-    request: Request
-    num_preemptions: int = 0
-    """As vLLM counts them, when it last came to wait."""
-    num_local: int = 0
-    """Leading blocks that vLLM's prefix cache had when it last asked."""
-    num_published: int = 0
-    is_counted: bool = False
-    """It was admitted since it last came to wait."""
-    has_given_up: bool = False
-    """A load failed, or it waited for GPU blocks for too long: nothing more is promised until it is preempted, so that
-    it is admitted by its first chunk."""
-    load: _Load | None = None
-    steps: deque[tuple[int, int]] = field(default_factory=deque)
-    """Forwards under way: the plan's serial, and how many of its tokens are computed when it has ended."""
 
 
 class SchedulerSide:
@@ -78,13 +49,22 @@ class SchedulerSide:
     """
 
     def __init__(
-        self, settings: Settings, namespace: Namespace, num_ranks: int, max_step_tokens: int, max_seqs: int
+        self,
+        settings: Settings,
+        namespace: Namespace,
+        options: RequestOptions,
+        *,
+        num_ranks: int,
+        step_budget: int,
+        has_events: bool,
     ) -> None:
-        """max_step_tokens, max_seqs: the most that one step computes, and for how many requests."""
+        """options: reads what requests ask for. num_ranks: workers that each hold their part of every block.
+        step_budget: the most blocks that one step can take. has_events: vLLM publishes KV events."""
         self.store = Store(settings)
+        self._options = options
         self._settings = settings
         self._block_tokens = namespace.layout.block_tokens
-        self._step_budget = -(-max_step_tokens // self._block_tokens) + max_seqs
+        self._step_budget = step_budget
         self._num_ranks = num_ranks
         self.space = self.store.open_space(namespace)
         memory = self.store.pool
@@ -92,22 +72,22 @@ class SchedulerSide:
         self._manager: KVCacheManager | None = None
         self._blocks: VllmBlocks | None = None
         self._halves: KVTierScheduler | None = None
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, Live] = {}
         self._waiting: dict[str, None] = {}
-        self._computing: dict[str, _Live] = {}
+        self._computing: dict[str, Live] = {}
         """Who has a forward under way."""
         self._promised: dict[str, None] = {}
         """Who was told in this step that blocks could be loaded, until vLLM allocates for them."""
-        self._loads: dict[int, _Load] = {}
+        self._loads: dict[int, Load] = {}
         """By destination block, until the last copy of a load ended."""
-        self._jobs: dict[int, tuple[_Load, int, set[int]]] = {}
+        self._jobs: dict[int, tuple[Load, int, set[int]]] = {}
         """Jobs of loads: how many blocks each copies, and the workers that have told its end."""
         self._landed: list[Landed] = []
         self._allocated: list[int] = []
         self._serial = 0
-        self._began_at = 0.0
-        self._work = StepWork(0, 0.0, 0.0, 0)
-        self._prompt_work: dict[int, tuple[int, float]] = {}
+        self._work = PromptWork(self.store.clock)
+        self._telemetry = Telemetry(self.store.clock)
+        self._events = HostEvents(self.store.host, self.space, self._block_tokens) if has_events else None
 
     def bind(self, manager: KVCacheManager, pool: BlockPool) -> None:
         """vLLM's block tables and pool exist now."""
@@ -124,11 +104,11 @@ class SchedulerSide:
     def start(self, request: Request) -> None:
         """A request arrived: what only lower tiers hold of it begins to come."""
         assert self._blocks is not None
-        self._live[request.request_id] = live = _Live(request)
+        self._live[request.request_id] = live = Live(request)
         self._waiting[request.request_id] = None
         live.num_local = self._blocks.num_cached(request.block_hashes)
-        options = KVOptions(restore=not getattr(request, "skip_reading_prefix_cache", False))
         digests: Sequence[BlockDigest] = request.block_hashes
+        options = self._options.of(request)
         self.kv.start_request(RequestInfo(request.request_id, digests, options, live.num_local, request.num_tokens))
 
     def num_loadable(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -194,7 +174,7 @@ class SchedulerSide:
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """vLLM has scheduled a step: what the workers copy meanwhile, and which loads are over."""
         self._serial += 1
-        self._began_at = self.store.clock.now()
+        self._work.begin(self._serial)
         for request_id in output.preempted_req_ids or ():
             if (live := self._live.get(request_id)) is not None:
                 self._check_preempted(live)
@@ -214,17 +194,20 @@ class SchedulerSide:
         reused, self._allocated = self._allocated, []
         if reused or output.finished_req_ids or output.preempted_req_ids:
             self._blocks.note_change()
-        demand = StepDemand(len(reused), self._step_budget, self._demand(), self._take_work())
+        tokens = [request.num_tokens for request in self._first_waiting()]
+        num_waiting = sum(count // self._block_tokens + 1 for count in tokens)
+        demand = StepDemand(len(reused), self._step_budget, num_waiting, self._work.take(sum(tokens)))
         plan = self.kv.plan_step(reused, demand, is_fenced=True)
         for job in plan.jobs:
             self._note_job(job)
         landed, self._landed = tuple(self._landed), []
-        return StepPlan(self._serial, self._host, plan.jobs, plan.fence, landed)
+        is_idle = not output.total_num_scheduled_tokens
+        return StepPlan(self._serial, self._host, plan.jobs, plan.fence, landed, is_idle)
 
     def take_report(self, report: StepReport) -> None:
         """A step ended in every worker: what its forward filled holds KV now, and copies came to their ends."""
         self._take_results(report.results)
-        self._note_time(report.serial)
+        self._work.end(report.serial)
         for request_id, live in list(self._computing.items()):
             while live.steps and live.steps[0][0] <= report.serial:
                 self._publish_computed(live, live.steps.popleft()[1])
@@ -234,7 +217,21 @@ class SchedulerSide:
     @property
     def is_busy(self) -> bool:
         """Whether vLLM must go on stepping though it has no request: copies have not ended, or are not told."""
-        return bool(self._landed) or self.kv.stats().in_flight_blocks > 0
+        return bool(self._landed) or self.kv.has_copies
+
+    def hit_tokens(self, request_id: str) -> dict[str, int]:
+        """Of those that the request was promised when it was first admitted, how many had been in which tier."""
+        return {tier: count * self._block_tokens for tier, count in self.kv.hit_sources(request_id).items()}
+
+    def take_stats(self) -> KVTierStats | None:
+        """What vLLM is to show now, if anything is due."""
+        if not self._telemetry.is_due(is_idle=not self._live):
+            return None
+        return KVTierStats.of(self.store.stats(), self.kv.stats())
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """What was stored to host memory and what left it, since the last call."""
+        return [] if self._events is None else self._events.take()
 
     def reset(self) -> bool:
         """Forget all KV, in every tier."""
@@ -244,6 +241,8 @@ class SchedulerSide:
         """What is in host memory goes to the disk, within a bound; then everything is given back."""
         if self._halves is not None:
             self._halves.close()
+        if self._events is not None:
+            self._events.close()
         self.store.flush(4.0)
         self.store.close()
 
@@ -265,21 +264,21 @@ class SchedulerSide:
             if known is not None and (index >= len(hashes) or known != hashes[index]):
                 self._allocated.append(block_id)
 
-    def _max_blocks(self, live: _Live) -> int:
+    def _max_blocks(self, live: Live) -> int:
         """Full blocks behind the local ones, one token left to compute."""
         num_full = (int(live.request.num_tokens) - 1) // self._block_tokens
         return max(0, num_full - live.num_local)
 
-    def _begin_load(self, live: _Live, blocks: tuple[int, ...]) -> None:
+    def _begin_load(self, live: Live, blocks: tuple[int, ...]) -> None:
         request_id = live.request.request_id
         live.is_counted = True
         live.num_published = 0
         num_landing = self.kv.admit(request_id, live.num_local, self._max_blocks(live), blocks)
-        live.load = load = _Load(request_id, blocks, num_landing, None if num_landing else 0)
+        live.load = load = Load(request_id, blocks, num_landing, None if num_landing else 0)
         self._loads.update(dict.fromkeys(blocks[:num_landing], load))
         self._end_load(load)
 
-    def _end_load(self, load: _Load) -> None:
+    def _end_load(self, load: Load) -> None:
         """Tell the workers once no copy writes its blocks any more and it is known which hold their bytes."""
         if load.num_copying or load.num_good is None:
             return
@@ -321,7 +320,7 @@ class SchedulerSide:
         if job.direction is CopyDirection.RESTORE and (load := self._loads.get(job.block_ids[0])) is not None:
             self._jobs[job.job_id] = (load, len(job.block_ids), set())
 
-    def _check_preempted(self, live: _Live) -> None:
+    def _check_preempted(self, live: Live) -> None:
         """It begins again, if it was preempted: vLLM may ask for it anew in the very step that it names it in."""
         if live.request.num_preemptions == live.num_preemptions:
             return
@@ -348,7 +347,6 @@ class SchedulerSide:
         for request_id, new_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if new_ids is not None and request_id not in cached.resumed_req_ids:
                 self._allocated += new_ids[0]
-        num_tokens, num_pairs = 0, 0.0
         for request_id, count in output.num_scheduled_tokens.items():
             live = self._live.get(request_id)
             if live is None:
@@ -357,11 +355,9 @@ class SchedulerSide:
             live.steps.append((self._serial, start + count))
             self._computing[request_id] = live
             if start < live.request.num_prompt_tokens:
-                num_tokens += count
-                num_pairs += count * (start + count / 2)
-        self._prompt_work[self._serial] = (num_tokens, num_pairs)
+                self._work.add(self._serial, start, count)
 
-    def _publish_computed(self, live: _Live, num_tokens: int) -> None:
+    def _publish_computed(self, live: Live, num_tokens: int) -> None:
         """So many of its tokens are computed: the full blocks of these, but for tokens that were rejected since."""
         assert self._manager is not None
         num_tokens = min(num_tokens, live.request.num_computed_tokens)
@@ -372,18 +368,5 @@ class SchedulerSide:
         self.kv.publish(live.request.request_id, live.num_published, ids[live.num_published : num_full])
         live.num_published = num_full
 
-    def _demand(self) -> int:
-        """Blocks that the first of those that wait will take."""
-        return sum(request.num_tokens // self._block_tokens + 1 for request in self._first_waiting())
-
     def _first_waiting(self) -> list[Request]:
         return [self._live[name].request for name in islice(self._waiting, MAX_LOOKED_WAITING)]
-
-    def _note_time(self, serial: int) -> None:
-        tokens, pairs = self._prompt_work.pop(serial, (0, 0.0))
-        self._work = StepWork(tokens, pairs, max(0.0, self.store.clock.now() - self._began_at), 0)
-
-    def _take_work(self) -> StepWork:
-        work, self._work = self._work, StepWork(0, 0.0, 0.0, 0)
-        backlog = sum(request.num_tokens for request in self._first_waiting())
-        return StepWork(work.num_tokens, work.num_pairs, work.seconds, backlog)

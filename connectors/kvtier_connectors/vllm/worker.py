@@ -5,40 +5,51 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtier_connectors.contract import WRITTEN, CopyDirection, CopyFailure, CopyResult, TransferPlan
+from kvtier.executor import ThreadExecutor
+from kvtier_connectors.contract import CopyDirection, CopyFailure, CopyResult, TransferPlan
 from kvtier_connectors.faults import CAUGHT
+from kvtier_connectors.vllm.device import Device
 from kvtier_connectors.vllm.messages import HostAddress, StepPlan, StepReport
 from kvtier_connectors.vllm.pages import Pages
-from kvtier_connectors.worker import KVTierWorker
-from kvtier_kernels import BlockPlanes
+from kvtier_connectors.worker import MAX_QUEUED_JOBS, KVTierWorker
 
 __all__ = ["WorkerSide"]
 
 logger = logging.getLogger("kvtier.vllm")
 
+IDLE_S = 0.002
+"""How long a step that computes nothing waits at most for the first copy that ends: vLLM would only ask again, and so
+keep the copying thread from its work."""
 FENCE_S = 0.25
 """How long a step waits at most for copies of what it overwrites: hundreds of blocks take a few milliseconds."""
 
 
 class WorkerSide:
     """Owns the copying thread of one worker. Called by vLLM's model runner, in its order of a step. Nothing blocks, but
-    for copies of what the step is about to overwrite, and these within a bound."""
+    for copies of what the step is about to overwrite, and for any copy where it has nothing to compute: each within a
+    bound."""
 
     def __init__(self, pages: Pages, rank: int) -> None:
         """rank: of this worker among those that hold parts of the same blocks."""
         self._pages = pages
         self._rank = rank
-        self._planes: BlockPlanes | None = None
+        self._device: Device | None = None
         self._worker: KVTierWorker | None = None
+        self._is_pinned = threading.Event()
+        """Set by the copying thread. Until then nothing is stored: no step waits for a copy that waits for this."""
         self._serial = 0
+        self._is_idle = False
+        self._num_copying = 0
         self._results: list[CopyResult] = []
         self._late: set[int] = set()
         """Jobs that a forward could not wait for: what they copied may be anything."""
@@ -46,14 +57,15 @@ class WorkerSide:
         self._lost: set[int] = set()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Raises LayoutError for caches that are not what was configured."""
-        self._planes = self._pages.planes(kv_caches)
+        """Raises LayoutError for caches that are not what was configured, or that do not keep what is copied there."""
+        self._device = Device(self._pages.planes(kv_caches))
+        self._device.prove()
 
     def begin_step(self, plan: StepPlan) -> None:
         """Queue the plan's copies, once however often it is told."""
         if plan.serial <= self._serial:
             return
-        self._serial = plan.serial
+        self._serial, self._is_idle = plan.serial, plan.is_idle
         for landed in plan.landed:
             self._received.add(landed.request_id)
             self._lost.update(landed.lost)
@@ -65,6 +77,7 @@ class WorkerSide:
     def take_received(self) -> set[str]:
         """Requests whose load is over, each once."""
         received, self._received = self._received, set()
+        self._is_idle &= not received  # vLLM goes on with these
         return received
 
     def take_lost(self) -> set[int]:
@@ -74,7 +87,8 @@ class WorkerSide:
 
     def report(self) -> StepReport:
         """What the last step came to, for the scheduler half."""
-        self._take_results(0.0)
+        is_waiting = self._is_idle and self._num_copying and not self._results
+        self._take_results(IDLE_S if is_waiting else 0.0)
         results, self._results = self._results, []
         return StepReport(self._serial, results)
 
@@ -92,7 +106,12 @@ class WorkerSide:
         if not jobs:
             return
         try:
-            self._copier(plan.host).submit(TransferPlan(jobs, 0), WRITTEN)
+            copier = self._copier(plan.host)
+            if direction is CopyDirection.STORE and not self._is_pinned.is_set():
+                self._results += [CopyResult(job.job_id, (), CopyFailure.BACKLOG, rank=self._rank) for job in jobs]
+                return
+            copier.submit(TransferPlan(jobs, 0), self._known_device.written())
+            self._num_copying += len(jobs)
         except CAUGHT:  # what is not told would be waited for without end
             logger.exception("%d copies could not be begun", len(jobs))
             failed = [CopyResult(job.job_id, (), CopyFailure.RAISED, rank=self._rank) for job in jobs]
@@ -113,14 +132,33 @@ class WorkerSide:
             for result in results
         ]
         self._late -= {result.job_id for result in results}
+        self._num_copying -= len(results)
         self._results += told
         return told
 
     def _copier(self, host: HostAddress) -> KVTierWorker:
         if self._worker is None:
-            assert self._planes is not None, "vLLM registers its caches before the first step"
-            self._worker = KVTierWorker(self._planes, _map(host), rank=self._rank)
+            device, memory = self._known_device, _map(host)
+            executor = ThreadExecutor("kvtier-copy", MAX_QUEUED_JOBS)
+            if device.is_gpu:
+                executor.try_submit(partial(self._pin, device, memory), urgent=True)
+            else:
+                self._is_pinned.set()
+            self._worker = KVTierWorker(
+                device.planes, memory, executor=executor, backend=device.backend, rank=self._rank
+            )
         return self._worker
+
+    def _pin(self, device: Device, memory: npt.NDArray[np.uint8]) -> None:
+        try:
+            device.pin(memory)
+        finally:
+            self._is_pinned.set()
+
+    @property
+    def _known_device(self) -> Device:
+        assert self._device is not None, "vLLM registers its caches before the first step"
+        return self._device
 
 
 def _map(host: HostAddress) -> npt.NDArray[np.uint8]:

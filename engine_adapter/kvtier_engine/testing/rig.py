@@ -29,7 +29,8 @@ from kvtier_connectors.contract import (
     TransferPlan,
     WriteFence,
 )
-from kvtier_connectors.scheduler import ConnectorStats, KVTierScheduler
+from kvtier_connectors.counts import ConnectorStats
+from kvtier_connectors.scheduler import KVTierScheduler
 from kvtier_connectors.worker import KVTierWorker
 from kvtier_engine.beside import ConnectorOpener
 from kvtier_engine.block_pool import BlockPool

@@ -98,6 +98,7 @@ class SimulatedWorker(KVTierWorker):
         self, planes: BlockPlanes, host: npt.NDArray[np.uint8], timeline: Timeline, bytes_per_s: float
     ) -> None:
         super().__init__(planes, host, executor=ManualExecutor())
+        self._planes = planes
         self._timeline = timeline
         self._lane = Lane(timeline, bytes_per_s)
         self._lines: dict[CopyDirection, deque[CopyJob]] = {

@@ -1,6 +1,7 @@
 """Good calls: what each moves, byte for byte."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -41,7 +42,7 @@ def id_lists(num_blocks: int) -> dict[str, list[int]]:
     }
 
 
-def verify_gather(backend: KernelBackend, pool: Pool, block_ids: Sequence[int], offsets: Sequence[int]) -> None:
+def verify_gather(backend: KernelBackend[Any], pool: Pool, block_ids: Sequence[int], offsets: Sequence[int]) -> None:
     """The named slots hold their blocks; the rest of the host buffer and the pool are as before."""
     host, before = host_for(len(offsets), pool.block_bytes), pool.clone()
     expected = host.copy()
@@ -53,7 +54,7 @@ def verify_gather(backend: KernelBackend, pool: Pool, block_ids: Sequence[int], 
     pool.verify_equal(before)
 
 
-def verify_scatter(backend: KernelBackend, pool: Pool, block_ids: Sequence[int], offsets: Sequence[int]) -> None:
+def verify_scatter(backend: KernelBackend[Any], pool: Pool, block_ids: Sequence[int], offsets: Sequence[int]) -> None:
     """The named blocks hold their slots; the rest of the pool and the host buffer are as before."""
     host, expected = host_for(len(offsets), pool.block_bytes), pool.clone()
     before = host.copy()
@@ -66,7 +67,9 @@ def verify_scatter(backend: KernelBackend, pool: Pool, block_ids: Sequence[int],
     verify_bytes(host, before)
 
 
-def verify_round_trip(backend: KernelBackend, pool: Pool, block_ids: Sequence[int], offsets: Sequence[int]) -> None:
+def verify_round_trip(
+    backend: KernelBackend[Any], pool: Pool, block_ids: Sequence[int], offsets: Sequence[int]
+) -> None:
     """Blocks stored from one pool and restored into other blocks of another read the same there."""
     host, target = host_for(len(offsets), pool.block_bytes), pool.clone()
     rotated = [block_id if block_id == HOLE else (block_id + 1) % pool.shape.num_blocks for block_id in block_ids]

@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 
 from kvtier_kernels.arrays import Bytes
+from kvtier_kernels.checks import Planes
 from kvtier_kernels.planes import BlockPlanes
 
 Allocate = Callable[..., Bytes]  # sizes of the dimensions -> array
+View = Callable[[Sequence[Any]], Planes]
+"""What a back end sees a pool as, of one array a plane."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +103,11 @@ def pool_shapes(dtypes: Sequence[str] = ("float32", "bfloat16")) -> Iterator[Poo
 class Pool:
     """A pool of random bytes. Owns its storages; `arrays` view them as bytes, `planes` is what is under test."""
 
-    def __init__(self, shape: PoolShape, storages: Sequence[Bytes] | None = None) -> None:
+    def __init__(
+        self, shape: PoolShape, storages: Sequence[Bytes] | None = None, *, view: View = BlockPlanes.from_arrays
+    ) -> None:
         self.shape = shape
+        self._view = view
         self.storages: list[Bytes] = []
         rng = np.random.default_rng(7)
 
@@ -114,12 +120,12 @@ class Pool:
             return storage
 
         self.arrays = LAYOUTS[shape.layout](shape, allocate)
-        self.planes = BlockPlanes.from_arrays([_cast(array, shape.dtype) for array in self.arrays])
+        self.planes: Any = view([_cast(array, shape.dtype) for array in self.arrays])
         self.block_bytes = sum(array.shape[1] for array in self.arrays)
 
     def clone(self) -> "Pool":
         """Same bytes in other memory."""
-        return Pool(self.shape, self.storages)
+        return Pool(self.shape, self.storages, view=self._view)
 
     def block(self, block_id: int) -> Bytes:
         """What a slot of this block holds."""

@@ -9,7 +9,8 @@ import numpy as np
 from kvtier_kernels.arrays import Bytes
 from kvtier_kernels.base import KernelBackend
 from kvtier_kernels.errors import KernelError
-from kvtier_kernels.testing.pools import Pool, PoolShape, verify_bytes
+from kvtier_kernels.planes import BlockPlanes
+from kvtier_kernels.testing.pools import Pool, PoolShape, View, verify_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +58,9 @@ BAD_CALLS = (
 )
 
 
-def verify_refused(backend: KernelBackend, bad: BadCall) -> None:
+def verify_refused(backend: KernelBackend[Any], bad: BadCall, view: View = BlockPlanes.from_arrays) -> None:
     """Each op of `bad` raises KernelError and moves no byte."""
-    pool = Pool(PoolShape("kv_split", 16))
+    pool = Pool(PoolShape("kv_split", 16), view=view)
     before, host = pool.clone(), np.random.default_rng(3).integers(0, 256, 4 * 96, dtype=np.uint8)
     expected = host.copy()
     for op in bad.ops:
