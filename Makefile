@@ -1,6 +1,6 @@
 # Every target makes .venv once and reuses it; a change of pyproject.toml installs again.
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check pytest mutants test-vllm test-vllm-versions test-vllm-unless-skipped soak bench bugs rules
+.PHONY: help venv demo test check pytest mutants test-vllm test-vllm-versions test-vllm-unless-skipped soak bench bench-vllm bugs rules
 
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$python && break; done)
@@ -29,6 +29,7 @@ help:
 	@echo 'make test-vllm-versions  of these, what needs only vLLM'\''s scheduler, in: $(VLLM_OTHERS)'
 	@echo 'make soak   faults, kills and random traffic for $(SOAK_SECONDS) s a test, half an hour at most'
 	@echo 'make bench  what storing, restoring, looking up and a step cost; agents under pressure, restore or recompute'
+	@echo 'make bench-vllm  what a restore is worth in vLLM, and what the plug-in costs; in $(VLLM_VENV)'
 	@echo 'make mutants  small faults, put into the code one at a time: each must make a test fail'
 	@echo 'make rules  what holds when requests wait, blocks are short and copies fail, with tests and mutants'
 	@echo 'make bugs   the public bug reports kvtier learns from, each with its tests'
@@ -90,7 +91,7 @@ test-vllm-versions: $(VLLM_OTHERS:%=test-in-%)
 $(VLLM_OTHERS:%=test-in-%): test-in-%: $(VLLM_TREES)/%/.unpacked
 	$(ONE_THREAD) $(VLLM_ENV) PYTHONPATH='$(CURDIR)/$(<D)' EXPECT_VLLM=$(lastword $(subst -, ,$*)) \
 		VLLM_CACHE_ROOT='$(CURDIR)/$(<D)/.cache' \
-		$(VLLM_BIN)/python -m pytest tests/vllm/test_plugin.py tests/vllm/test_scheduler_rig.py
+		$(VLLM_BIN)/python -m pytest tests/vllm/test_plugin.py tests/vllm/test_scheduler_rig.py tests/vllm/test_asked_and_told.py
 
 test-vllm-unless-skipped:
 ifeq ($(KVTIER_SKIP_VLLM),1)
@@ -113,6 +114,9 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.scheduler_step
 	$(BIN)/python -m benchmarks.agents_under_pressure
 	$(BIN)/python -m benchmarks.restore_or_recompute
+
+bench-vllm: $(VLLM_STAMP)
+	$(VLLM_BIN)/python -W ignore -m benchmarks.vllm_restore
 
 bugs: $(STAMP)
 	@$(BIN)/python -m tests.tools.bugs

@@ -7,8 +7,9 @@ measured in turn. In vLLM's own environment (`make bench-vllm` makes it):
 
 * `vllm.ttft_*`: until the first token of a 1,000-token prompt whose blocks are in host memory, beside the same prompt
   in vLLM's own prefix cache, and beside a prompt that nobody has computed.
-* `vllm.load`: the same 31 blocks, from when the load is known to when vLLM is told that it is over, beside what vLLM's
-  ExampleConnector takes to read them from its files, which the page cache has.
+* `vllm.load`: of the same 31 blocks, from when the worker is given the load to when it tells vLLM that it is over (what
+  lay where they go was stored before), beside what vLLM's ExampleConnector takes to read them from its files, which the
+  page cache has.
 * `vllm.hooks`: processor time in all hooks of both halves in a step that decodes for one request, nothing being reused,
   beside the time of the step.
 * `vllm.match_first`, `vllm.match_again`: `get_num_new_matched_tokens` of a prompt of which 8,192 blocks are in host
@@ -44,6 +45,7 @@ from vllm.v1.request import Request
 
 from kvtier.reasons import DropReason
 from kvtier_connectors.bench.figures import Figure, steady
+from kvtier_connectors.contract import CopyDirection
 from kvtier_engine.weights import ensure_default_model
 from tests.vllm.scheduler_rig import SchedulerRig
 
@@ -175,29 +177,29 @@ def measure_first_tokens(engine: Engine, runs: int, loads: list[float]) -> list[
 
 @contextmanager
 def load_times(engine: Engine, found: list[float]) -> Iterator[None]:
-    """Of each load, from when vLLM has allocated its blocks to when the worker tells that it is over."""
-    begun_at: dict[str, float] = {}
+    """Of each load, from when the copying thread is given it to when the worker tells that it is over."""
+    begun_at = 0.0
+    side = engine.halves["worker"].worker_side
 
-    def allocated(call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(request: Any, blocks: Any, num_tokens: int) -> None:
-            if num_tokens:
-                begun_at[request.request_id] = time.perf_counter()
-            call(request, blocks, num_tokens)
+    def submitted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(plan: Any, direction: CopyDirection) -> None:
+            nonlocal begun_at
+            if direction is CopyDirection.RESTORE and any(job.direction is direction for job in plan.jobs):
+                begun_at = time.perf_counter()
+            call(plan, direction)
 
         return timed
 
     def finished(call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(finished_req_ids: set[str]) -> Any:
             sent, received = call(finished_req_ids)
-            found.extend(time.perf_counter() - begun_at.pop(name) for name in received or ())
+            if received:
+                found.append(time.perf_counter() - begun_at)
             return sent, received
 
         return timed
 
-    with (
-        wrapped(engine.halves["scheduler"], "update_state_after_alloc", allocated),
-        wrapped(engine.halves["worker"], "get_finished", finished),
-    ):
+    with wrapped(side, "_submit", submitted), wrapped(engine.halves["worker"], "get_finished", finished):
         yield
 
 

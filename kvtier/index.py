@@ -61,8 +61,11 @@ class BlockIndex:
 
     def committed_length(self, namespace: bytes, digests: Sequence[bytes]) -> int:
         """How long `committed_run` is."""
+        space = self._spaces.get(namespace, {})
+        if not self._num_reserved and all(map(space.__contains__, digests)):  # as fast as Python can look them up
+            return len(digests)
         num_blocks = 0
-        for packed in map(self._spaces.get(namespace, {}).get, digests):
+        for packed in map(space.get, digests):
             if packed is None or not packed & 1:
                 break
             num_blocks += 1

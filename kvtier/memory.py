@@ -55,7 +55,7 @@ def _refusal(asked: int, pool_bytes: int, error: OSError) -> str:
 
 
 class PoolMemory:
-    """Owns the memfd and its one mapping.
+    """Owns a memfd, or its own descriptor of one, and one mapping of it.
 
     Usable as soon as the constructor returns: pages that the background thread has not touched yet are made by the
     first write to them, at a tenth of the speed. Touching never changes bytes, so it may race with stores.
@@ -63,13 +63,23 @@ class PoolMemory:
     Mutable state: `_touched`, `_pinned`, written by the touching thread only (by the constructor before it starts).
     """
 
-    def __init__(self, nbytes: int, *, pin: str = "off", pinner: Pinner | None = None, touch: bool = True) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        *,
+        fd: int | None = None,
+        pin: str = "off",
+        pinner: Pinner | None = None,
+        touch: bool = True,
+    ) -> None:
+        """fd: of a memfd that is this long already, closed with this: another process's pool, or another mapping."""
         if nbytes < PAGE_BYTES:
             raise ConfigError(f"host.size must be at least one page ({PAGE_BYTES} bytes), not {nbytes}")
         self.nbytes = nbytes - nbytes % PAGE_BYTES
-        self.fd = os.memfd_create("kvtier-pool", os.MFD_CLOEXEC)
+        self.fd = os.memfd_create("kvtier-pool", os.MFD_CLOEXEC) if fd is None else fd
         try:
-            os.ftruncate(self.fd, self.nbytes)
+            if fd is None:
+                os.ftruncate(self.fd, self.nbytes)
             self._map = mmap.mmap(self.fd, self.nbytes)
         except (OSError, ValueError, OverflowError) as error:
             os.close(self.fd)

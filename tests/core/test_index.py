@@ -103,3 +103,5 @@ def test_any_order_of_calls_against_a_dictionary(calls: list[tuple[bytes, int, s
                     break
                 run.append(held[0])
             assert index.committed_run(space, DIGESTS) == run
+            for end in range(len(DIGESTS) + 1):
+                assert index.committed_length(space, DIGESTS[:end]) == min(end, len(run))

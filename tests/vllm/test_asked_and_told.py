@@ -17,7 +17,7 @@ from kvtier.families import families
 from kvtier.metrics import StatsSnapshot
 from kvtier_connectors.counts import ConnectorStats
 from kvtier_connectors.vllm import KVTierConnector, connector, events
-from kvtier_connectors.vllm.telemetry import KVTierStats, hit_sources
+from kvtier_connectors.vllm.telemetry import CacheHitSource, KVTierStats
 from tests.vllm.plugin import BLOCK, OpenRig, fill, half, prompt, stats, verify_quiet
 from tests.vllm.scheduler_rig import SchedulerRig
 
@@ -105,6 +105,21 @@ def test_an_untested_version_is_named(caplog: pytest.LogCaptureFixture) -> None:
     connector._check_version("0.99.1")
     assert "0.99.1" in caplog.text
     assert all(version in caplog.text for version in connector.TESTED)
+
+
+def test_what_would_be_lost_is_told_at_start(
+    open_rig: OpenRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = {"disk.path": [str(tmp_path)], "disk.size": "64MiB", "disk.min_free": 1}
+    open_rig(disk).close()
+    assert "kvtier.vllm" not in [record.name for record in caplog.records], "in process vLLM kills nobody"
+    open_rig(kv_load_failure_policy="fail").close()
+    assert "set it to 'recompute'" in caplog.text
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    open_rig().close()
+    assert "--shutdown-timeout" not in caplog.text, "there is no disk"
+    open_rig(disk).close()
+    assert "--shutdown-timeout 20" in caplog.text
 
 
 # ---- told: metrics ---------------------------------------------------------------------------------------------------
@@ -209,7 +224,7 @@ def test_the_log_line_has_the_last_moment(open_rig: OpenRig) -> None:
 # ---- told: where hits came from --------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(hit_sources is None, reason="this vLLM does not ask where hits came from")
+@pytest.mark.skipif(CacheHitSource is None, reason="this vLLM does not ask where hits came from")
 def test_hits_are_told_by_the_tier_that_had_them(open_rig: OpenRig, tmp_path: Path) -> None:
     disk = {"disk.path": [str(tmp_path)], "disk.size": "64MiB", "disk.min_free": 1}
     first = open_rig(disk, num_blocks=24)

@@ -243,6 +243,7 @@ def test_what_cannot_be_meant_is_an_error_at_start(extra: dict[str, Any], words:
         ("scheduler_config", "async_scheduling", True, "--no-async-scheduling"),
         ("parallel_config", "pipeline_parallel_size", 2, "pipeline"),
         ("parallel_config", "decode_context_parallel_size", 2, "context"),
+        ("model_config", "enable_sleep_mode", True, "sleep mode"),
     ],
 )
 def test_an_engine_whose_steps_overlap_is_refused(

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import vllm
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
 )
 
-from kvtier.config import load_settings
+from kvtier.config import Settings, load_settings
 from kvtier.errors import ConfigError
 from kvtier.keys import Namespace, Shard
 from kvtier_connectors.faults import CAUGHT
@@ -96,6 +97,12 @@ class KVTierConnector(KVConnectorBase_V1):
         """The half in a worker; only there."""
         assert self._worker_side is not None
         return self._worker_side
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """False: the KV cache would lose its bytes, and it would not be told."""
+        del kv_transfer_config
+        return False
 
     # ---- vLLM's scheduler ----------------------------------------------------------------------------------------
 
@@ -240,6 +247,7 @@ def _check_supported(vllm_config: VllmConfig) -> None:
         "speculative decoding": vllm_config.speculative_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size > 1,
+        "sleep mode, in which the KV cache loses its bytes": bool(vllm_config.model_config.enable_sleep_mode),
     }
     if unsupported := [what for what, is_used in found.items() if is_used]:
         raise ConfigError(f"kvtier does not support {', '.join(unsupported)} yet")
@@ -266,11 +274,7 @@ def _open_scheduler(vllm_config: VllmConfig, pages: Pages) -> SchedulerSide:
     model = extra.get("model") or model_fingerprint(model_config.model)
     revision = f"{model_config.dtype} {vllm_config.cache_config.cache_dtype} vllm {vllm.__version__} {algorithm}"
     namespace = Namespace(str(model), revision, pages.layout, pages.name, Shard(0, 1))
-    if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
-        logger.warning(
-            "kv_load_failure_policy is %r: a copy that fails ends its request; set it to 'recompute'",
-            vllm_config.kv_transfer_config.kv_load_failure_policy,
-        )
+    _warn_of_losses(vllm_config, settings)
     scheduler, events = vllm_config.scheduler_config, vllm_config.kv_events_config
     return SchedulerSide(
         settings,
@@ -280,3 +284,18 @@ def _open_scheduler(vllm_config: VllmConfig, pages: Pages) -> SchedulerSide:
         step_budget=-(-scheduler.max_num_batched_tokens // pages.block_tokens) + scheduler.max_num_seqs,
         has_events=events is not None and events.enable_kv_cache_events,
     )
+
+
+def _warn_of_losses(vllm_config: VllmConfig, settings: Settings) -> None:
+    """Of options of vLLM's with which something is lost that need not be."""
+    policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+    if policy != "recompute":
+        logger.warning(
+            "kv_load_failure_policy is %r: a copy that fails ends its request; set it to 'recompute'", policy
+        )
+    is_killed = envs.VLLM_ENABLE_V1_MULTIPROCESSING and not getattr(vllm_config, "shutdown_timeout", 0)
+    if settings.disk.path and is_killed:
+        logger.warning(
+            "vLLM kills its engine when it is told to stop, before what host memory holds is written to the disk: give "
+            "it --shutdown-timeout 20"
+        )

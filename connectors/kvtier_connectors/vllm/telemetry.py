@@ -19,7 +19,7 @@ from kvtier.families import Family, Snapshot, families, samples
 from kvtier.metrics import StatsSnapshot
 from kvtier_connectors.counts import ConnectorStats
 
-__all__ = ["KVTierMetrics", "KVTierStats", "Telemetry", "hit_sources"]
+__all__ = ["CacheHitSource", "KVTierMetrics", "KVTierStats", "Telemetry", "hit_sources"]
 
 PREFIX = "vllm:kvtier"
 """vLLM takes down what begins with `vllm:` when another engine begins in its process."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import threading
 import time
@@ -16,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from kvtier.executor import ThreadExecutor
+from kvtier.memory import PoolMemory
 from kvtier_connectors.contract import CopyDirection, CopyFailure, CopyResult, TransferPlan
 from kvtier_connectors.faults import CAUGHT
 from kvtier_connectors.vllm.device import Device
@@ -45,6 +45,7 @@ class WorkerSide:
         self._rank = rank
         self._device: Device | None = None
         self._worker: KVTierWorker | None = None
+        self._memory: PoolMemory | None = None
         self._is_pinned = threading.Event()
         """Set by the copying thread. Until then nothing is stored: no step waits for a copy that waits for this."""
         self._serial = 0
@@ -69,6 +70,8 @@ class WorkerSide:
         for landed in plan.landed:
             self._received.add(landed.request_id)
             self._lost.update(landed.lost)
+        if plan.serial == 1:
+            self._prepare(plan.host)
         # A load may go to blocks whose old content is to be stored first: the copying thread does loads before stores.
         self._submit(plan, CopyDirection.STORE)
         self._await(set(plan.fence))
@@ -95,6 +98,15 @@ class WorkerSide:
     def close(self) -> None:
         if self._worker is not None:
             self._worker.close(1.0)
+        if self._memory is not None:
+            self._memory.close()
+
+    def _prepare(self, host: HostAddress) -> None:
+        """Map the host pool before there is anything to copy: its pages are entered meanwhile."""
+        try:
+            self._copier(host)
+        except CAUGHT:  # each copy tries again, and tells that it failed
+            logger.exception("the host pool could not be mapped")
 
     def _submit(self, plan: StepPlan, direction: CopyDirection) -> None:
         shift = self._rank * self._pages.rank_bytes
@@ -138,14 +150,16 @@ class WorkerSide:
 
     def _copier(self, host: HostAddress) -> KVTierWorker:
         if self._worker is None:
-            device, memory = self._known_device, _map(host)
+            device = self._known_device
+            # A second mapping in the scheduler's process too: its pages are there already, and are only to be entered.
+            self._memory = memory = PoolMemory(host.num_bytes, fd=_open(host), touch=not device.is_gpu)
             executor = ThreadExecutor("kvtier-copy", MAX_QUEUED_JOBS)
             if device.is_gpu:
-                executor.try_submit(partial(self._pin, device, memory), urgent=True)
+                executor.try_submit(partial(self._pin, device, memory.buffer), urgent=True)
             else:
                 self._is_pinned.set()
             self._worker = KVTierWorker(
-                device.planes, memory, executor=executor, backend=device.backend, rank=self._rank
+                device.planes, memory.buffer, executor=executor, backend=device.backend, rank=self._rank
             )
         return self._worker
 
@@ -161,10 +175,6 @@ class WorkerSide:
         return self._device
 
 
-def _map(host: HostAddress) -> npt.NDArray[np.uint8]:
-    """The host pool of another process, or of this one, by its descriptor."""
-    descriptor = os.open(f"/proc/{host.pid}/fd/{host.fd}", os.O_RDWR | os.O_CLOEXEC)
-    try:
-        return np.frombuffer(mmap.mmap(descriptor, host.num_bytes), np.uint8)
-    finally:
-        os.close(descriptor)
+def _open(host: HostAddress) -> int:
+    """A descriptor of the host pool of another process, or of this one."""
+    return os.open(f"/proc/{host.pid}/fd/{host.fd}", os.O_RDWR | os.O_CLOEXEC)
