@@ -26,7 +26,7 @@ failing test said. `make mutants` runs all. Rules that no fault of ours can brea
 
 from __future__ import annotations
 
-from tests.tools.faults import blocks, lifetime, progress, restores, sizes, staging, turns
+from tests.tools.faults import blocks, lifetime, matches, progress, restores, sizes, staging, turns
 from tests.tools.mutation import Mutant
 
 __all__ = ["GUARDS", "MUTANTS", "NO_MUTANT", "Mutant"]
@@ -39,6 +39,7 @@ MUTANTS: list[Mutant] = [
     *lifetime.MUTANTS,
     *staging.MUTANTS,
     *turns.MUTANTS,
+    *matches.MUTANTS,
 ]
 
 GUARDS = (

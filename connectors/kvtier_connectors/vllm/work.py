@@ -8,6 +8,9 @@ from kvtier_connectors.contract import StepWork
 __all__ = ["PromptWork"]
 
 NOTHING = (0, 0.0)
+MIN_TOKENS = 64
+"""A step that computes fewer prompt tokens tells what a step costs, and not what tokens do: after a restore the rest of
+a prompt is a few tokens, each of which would seem to take a good part of a step."""
 
 
 class PromptWork:
@@ -31,7 +34,10 @@ class PromptWork:
 
     def end(self, serial: int) -> None:
         """The step ended."""
-        self._ended = (*self._under_way.pop(serial, NOTHING), max(0.0, self._clock.now() - self._began_at))
+        tokens, pairs = self._under_way.pop(serial, NOTHING)
+        if tokens < MIN_TOKENS:
+            tokens, pairs = NOTHING
+        self._ended = (tokens, pairs, max(0.0, self._clock.now() - self._began_at))
 
     def take(self, backlog_tokens: int) -> StepWork:
         """What the last step that ended came to, once."""
