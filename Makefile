@@ -91,7 +91,7 @@ test-vllm-versions: $(VLLM_OTHERS:%=test-in-%)
 $(VLLM_OTHERS:%=test-in-%): test-in-%: $(VLLM_TREES)/%/.unpacked
 	$(ONE_THREAD) $(VLLM_ENV) PYTHONPATH='$(CURDIR)/$(<D)' EXPECT_VLLM=$(lastword $(subst -, ,$*)) \
 		VLLM_CACHE_ROOT='$(CURDIR)/$(<D)/.cache' \
-		$(VLLM_BIN)/python -m pytest tests/vllm/test_plugin.py tests/vllm/test_scheduler_rig.py tests/vllm/test_asked_and_told.py
+		$(VLLM_BIN)/python -m pytest $(addprefix tests/vllm/test_,plugin.py scheduler_rig.py asked_and_told.py device.py)
 
 test-vllm-unless-skipped:
 ifeq ($(KVTIER_SKIP_VLLM),1)

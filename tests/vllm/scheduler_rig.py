@@ -26,6 +26,7 @@ from vllm.config import (
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_request_block_hasher, init_none_hash
@@ -272,7 +273,9 @@ class SchedulerRig:
         cache_salt: str | None = None,
         kv_transfer_params: Mapping[str, object] | None = None,
         priority: int = 0,
+        adapter: str | None = None,
     ) -> None:
+        """adapter: the name of a LoRA adapter, whose KV is another."""
         extra = {"kv_transfer_params": dict(kv_transfer_params)} if kv_transfer_params is not None else None
         request = Request(
             request_id=request_id,
@@ -281,10 +284,12 @@ class SchedulerRig:
             pooling_params=None,
             cache_salt=cache_salt,
             priority=priority,
+            lora_request=adapter and LoRARequest(adapter, 1, "/nowhere"),
             block_hasher=self.hasher,
         )
         self.outputs[request_id] = []
-        self._live[request_id] = _Live(request, Trace(cache_salt), expected_output(tokens, max_tokens, cache_salt))
+        content = "/".join(filter(None, (cache_salt, adapter))) or None
+        self._live[request_id] = _Live(request, Trace(content), expected_output(tokens, max_tokens, content))
         self.scheduler.add_request(request)
 
     def abort(self, request_id: str) -> None:

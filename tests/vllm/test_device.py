@@ -5,6 +5,7 @@ There is no GPU here: what a GPU's way does is run with tensors in CPU memory, i
 
 from __future__ import annotations
 
+import copy
 import random
 import threading
 from collections.abc import Iterator, Sequence
@@ -14,8 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowSpec
 
-from kvtier.errors import LayoutError
+from kvtier.errors import ConfigError, LayoutError
 from kvtier.reasons import DropReason
 from kvtier_connectors.vllm import device, pages
 from kvtier_connectors.vllm.device import Device
@@ -105,6 +107,40 @@ def test_layers_that_share_a_cache_count_once(open_rig: OpenRig) -> None:
     assert planes.block_bytes == known.rank_bytes
     with pytest.raises(LayoutError, match="registered 1 different KV caches, its config has 2"):
         known.planes({"a": tensors["a"], "shares a": tensors["a"]})
+
+
+def test_a_latent_is_a_page_as_well(open_rig: OpenRig) -> None:
+    """MLA: one vector a token in place of keys and values."""
+    config = copy.deepcopy(open_rig(num_blocks=24).kv_cache_config)
+    spec = MLAAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    config.kv_cache_groups[0].kv_cache_spec = spec
+    known = Pages(config, 1)
+    assert known.page_bytes == TOKENS * 576 * 2
+    assert "MLA" in known.name
+    tensors = {name: torch.zeros(24, 1, TOKENS, 576, dtype=torch.bfloat16) for name in ("a", "b")}
+    found = Device(known.planes(tensors))
+    found.prove()
+    assert found.planes.block_bytes == known.rank_bytes == 2 * known.page_bytes
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (
+            SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=16, dtype=torch.bfloat16, sliding_window=64),
+            "SlidingWindowSpec",
+        ),
+        (None, "one KV cache group, this one has 2"),
+    ],
+)
+def test_models_that_are_not_supported_are_refused_by_name(spec: Any, words: str, open_rig: OpenRig) -> None:
+    config = copy.deepcopy(open_rig(num_blocks=24).kv_cache_config)
+    if spec is None:
+        config.kv_cache_groups *= 2
+    else:
+        config.kv_cache_groups[0].kv_cache_spec = spec
+    with pytest.raises(ConfigError, match=words):
+        Pages(config, 1)
 
 
 @pytest.mark.parametrize("op", ["gather", "scatter"])

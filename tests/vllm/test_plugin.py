@@ -133,6 +133,17 @@ def test_salts_share_nothing(open_rig: OpenRig) -> None:
     verify_quiet(rig)
 
 
+def test_adapters_share_nothing_and_each_finds_its_own(open_rig: OpenRig) -> None:
+    rig = open_rig(num_blocks=24)
+    for number, (adapter, num_hits) in enumerate([("a", 0), ("b", 0), (None, 0), ("a", 16), (None, 32)]):
+        rig.add_request(f"r{number}", prompt(100, 16), 2, adapter=adapter)
+        rig.run()
+        rig.add_request(f"other {number}", prompt(50_000 + 2_000 * number, 16), 2)
+        rig.run()
+        assert stats(rig).hits.get("host", 0) == num_hits
+    verify_quiet(rig)
+
+
 def test_an_exception_in_a_hook_costs_a_miss(open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = open_rig(num_blocks=24)
 
@@ -263,8 +274,17 @@ def test_a_cache_of_another_shape_is_refused(open_rig: OpenRig) -> None:
 
 
 def failing_now_and_then(report: Callable[[], Any], chance: random.Random) -> Callable[[], Any]:
+    """Results that come late, twice, or with blocks that were not copied."""
+    late: list[Any] = []
+
     def failing() -> Any:
         told = report()
+        if chance.random() < 0.2:
+            late.extend(told.results)
+            told.results = []
+        else:
+            told.results[:0], late[:] = late, []
+        told.results += [result for result in told.results if chance.random() < 0.05]
         for index, result in enumerate(told.results):
             if chance.random() < 0.1:
                 copied = tuple(chance.random() < 0.7 for _ in result.copied)
