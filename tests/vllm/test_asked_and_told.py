@@ -165,7 +165,8 @@ def test_every_count_is_shown(open_rig: OpenRig, tmp_path: Path, forget_metrics:
     assert page["vllm:kvtier_hits", ("host",)] == 16
     assert page["vllm:kvtier_hit_blocks", ()] == 16
     assert page["vllm:kvtier_disk_capacity_bytes", ()] == 64 << 20
-    assert page["vllm:kvtier_live_requests", ()] == 0
+    assert page["vllm:kvtier_live_requests", ()] == page["vllm:kvtier_in_flight_blocks", ()] == 0
+    assert page["vllm:kvtier_stored_blocks", ()] == stats(rig).stored_blocks
     verify_quiet(rig)
 
 

@@ -225,7 +225,7 @@ class SchedulerSide:
 
     def take_stats(self) -> KVTierStats | None:
         """What vLLM is to show now, if anything is due."""
-        if not self._telemetry.is_due(is_idle=not self._live):
+        if not self._telemetry.is_due(is_idle=not (self._live or self.is_busy)):
             return None
         return KVTierStats.of(self.store.stats(), self.kv.stats())
 

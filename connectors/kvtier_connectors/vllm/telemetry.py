@@ -64,8 +64,8 @@ class KVTierStats(KVConnectorStats):
 
 
 class Telemetry:
-    """Decides when a moment is sent: once a second while steps go on, and when the last request has ended, for nothing
-    may be stepped after it. Engine's thread only."""
+    """Decides when a moment is sent: once a second while steps go on, and when all has ended, for no step may come
+    after it. Engine's thread only."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -73,7 +73,7 @@ class Telemetry:
         self._was_busy = False
 
     def is_due(self, *, is_idle: bool) -> bool:
-        """Whether a moment is to be sent now. is_idle: no request is left."""
+        """Whether a moment is to be sent now. is_idle: no request and no copy is left."""
         now = self._clock.now()
         is_last, self._was_busy = is_idle and self._was_busy, not is_idle
         if not is_last and now - self._sent_at < PERIOD_S:
