@@ -58,12 +58,12 @@ MATCHED_BLOCKS = 8192
 SHAPE = "SmolLM2-135M, 32-token blocks"
 
 BARS = {
-    "vllm.ttft_beside_local_hit": 1.3,
-    "vllm.ttft_beside_cold": 0.4,
-    "vllm.load": 0.5,
-    "vllm.hooks": 0.01,
-    "vllm.match_first": 1.0,
-    "vllm.match_again": 1.0,
+    "vllm.ttft_beside_local_hit": ("first token, restored; beside vLLM's own cache", 1.3),
+    "vllm.ttft_beside_cold": ("first token, restored; beside computed", 0.4),
+    "vllm.load": ("the load; beside ExampleConnector's", 0.5),
+    "vllm.hooks": ("all hooks of a decode step; beside the step", 0.01),
+    "vllm.match_first": ("first match; beside 2 ms", 1.0),
+    "vllm.match_again": ("the same match again; beside 100 us", 1.0),
 }
 HOOKS = {
     "scheduler": (
@@ -333,14 +333,14 @@ def main() -> None:
     logging.disable(logging.WARNING)
     missed = 0
     for figure in measure(arguments.runs):
-        bar = BARS[figure.figure]
+        what, bar = BARS[figure.figure]
         missed += figure.ratio > bar
         if arguments.json:
             print(json.dumps(figure.as_json() | {"bar": bar}))
         else:
             print(
                 f"{figure.figure:28} {figure.value * 1e3:9.3f} ms beside {figure.limit * 1e3:9.3f} ms: "
-                f"{figure.ratio:.3f} (bar {bar:g})"
+                f"{figure.ratio:.3f} (bar {bar:g}{', missed' if figure.ratio > bar else ''})  {what}"
             )
     raise SystemExit(1 if missed else 0)
 

@@ -58,6 +58,18 @@ LABELS = {
     "decisions": "outcome",
     "tier_rates": "tier",
 }
+HELP = {
+    "asked_blocks": "blocks that admitted requests asked for, in full blocks that the GPU pool did not have",
+    "hit_blocks": "blocks of those that were served",
+    "hits": "blocks served, by the tier that had them when the request came",
+    "misses": "blocks asked for and not served, by reason",
+    "leases": "leases on host memory: copies, stages, and what is to be written to a lower tier",
+    "fallbacks": "requests that waited in vain and compute, by reason",
+    "tier_rates": "bytes a second, as last measured; host is the copy to the GPU",
+    "avoided_seconds": "seconds that computing the restored blocks would have taken, by estimate",
+    "restoring_seconds": "seconds that restores waited for lookups, tiers and copies",
+}
+"""What the name of a field does not say."""
 WORDS = {"modes": "mode", "read_only": "reason"}
 
 
@@ -86,9 +98,9 @@ class Sample:
     value: float
 
 
-def families(of: Snapshot | type[Snapshot], prefix: str) -> Iterator[Family]:
+def families(of: Snapshot | type[Snapshot], prefix: str, within: str = "") -> Iterator[Family]:
     """The metrics of a snapshot: `<prefix>_<field>`, and of one in it `<prefix>_<field>_<its field>`. Of a class those
-    that any of its snapshots has; of a snapshot none of a tier that is not there."""
+    that any of its snapshots has; of a snapshot none of a tier that is not there. within: the fields around it."""
     hints = get_type_hints(of if isinstance(of, type) else type(of))
     for field in fields(of):
         name, hint = f"{prefix}_{field.name}", hints[field.name]
@@ -96,11 +108,12 @@ def families(of: Snapshot | type[Snapshot], prefix: str) -> Iterator[Family]:
         if inner:
             part = inner[0] if isinstance(of, type) else getattr(of, field.name)
             if part is not None:
-                yield from families(part, name)
+                yield from families(part, name, f"{within}{field.name} ")
             continue
         # Prometheus has numbers only: a word is a label, and the value 1.
         labels = tuple(table[field.name] for table in (LABELS, WORDS) if field.name in table)
-        yield Family(name, field.name.replace("_", " "), field.name in GAUGES, labels)
+        words = HELP.get(field.name) or f"{within}{field.name}".replace("_", " ")
+        yield Family(name, words, field.name in GAUGES, labels)
 
 
 def samples(snapshot: Snapshot, prefix: str) -> Iterator[Sample]:

@@ -135,6 +135,11 @@ class Store:
         return self._lower
 
     @property
+    def is_writing(self) -> bool:
+        """Whether blocks are on their way from host memory to a lower tier."""
+        return any(lower.write_behind.ledger.snapshot().pending for lower in self._lower)
+
+    @property
     def epoch(self) -> int:
         """Counts resets, across restarts where a lower tier remembers them; part of every namespace digest."""
         return self._epoch

@@ -156,6 +156,7 @@ class SchedulerRig:
         kv_load_failure_policy: str = "recompute",
         policy: str = "fcfs",
         has_events: bool = False,
+        enable_prefix_caching: bool = True,
     ) -> None:
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
@@ -192,7 +193,9 @@ class SchedulerRig:
                     async_scheduling=False,  # as `step` does; elsewhere than on a CPU vLLM overlaps steps unless told
                 ),
                 cache_config=CacheConfig(
-                    block_size=block_size, enable_prefix_caching=True, num_gpu_blocks_override=num_blocks
+                    block_size=block_size,
+                    enable_prefix_caching=enable_prefix_caching,
+                    num_gpu_blocks_override=num_blocks,
                 ),
                 device_config=DeviceConfig("cpu"),
                 kv_transfer_config=transfer or None,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +64,8 @@ def test_what_who_asks_not_to_store_computes_is_nowhere(open_rig: OpenRig) -> No
     [
         (["restore"], "must be an object"),
         ({"restor": False}, "restor; it may have max_restore_tokens, max_wait_s, restore, store"),
-        ({"restore": "no"}, "KVOptions.restore"),
-        ({"max_wait_s": -1}, "KVOptions.max_wait_s"),
+        ({"restore": "no"}, "kvtier.restore must be"),
+        ({"max_wait_s": -1}, "kvtier.max_wait_s must be"),
         ({"priority": 1}, "priority"),
         ({7: 1}, "7"),
     ],
@@ -115,11 +118,64 @@ def test_what_would_be_lost_is_told_at_start(
     assert "kvtier.vllm" not in [record.name for record in caplog.records], "in process vLLM kills nobody"
     open_rig(kv_load_failure_policy="fail").close()
     assert "set it to 'recompute'" in caplog.text
+    open_rig({"restore.on_failure": "fail"}).close()
+    assert "restore.on_failure is without effect" in caplog.text
+    open_rig({"host.size": "64KiB", "host.slab": "64KiB"}, num_blocks=24).close()
+    assert "host.size holds 8 blocks, fewer than the GPU pool's 24" in caplog.text
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     open_rig().close()
     assert "--shutdown-timeout" not in caplog.text, "there is no disk"
     open_rig(disk).close()
     assert "--shutdown-timeout 20" in caplog.text
+
+
+@pytest.fixture
+def loggers() -> Iterator[dict[str, logging.Logger]]:
+    """Ours and vLLM's, as they were afterwards."""
+    found = {name: logging.getLogger(name) for name in ("kvtier", "vllm")}
+    before = {name: (logger.handlers[:], logger.level) for name, logger in found.items()}
+    yield found
+    for name, logger in found.items():
+        logger.handlers[:], level = before[name]
+        logger.setLevel(level)
+
+
+@pytest.mark.parametrize("has_own", [False, True])
+def test_we_log_as_vllm_does_unless_told_otherwise(
+    has_own: bool, loggers: dict[str, logging.Logger], open_rig: OpenRig
+) -> None:
+    theirs, own = io.StringIO(), logging.StreamHandler(io.StringIO())
+    handler = logging.StreamHandler(theirs)
+    handler.setFormatter(logging.Formatter("%(levelname)s [%(name)s] %(message)s"))
+    loggers["vllm"].handlers[:], loggers["kvtier"].handlers[:] = [handler], [own] if has_own else []
+    loggers["vllm"].setLevel(logging.INFO)
+    open_rig(kv_load_failure_policy="fail").close()
+    assert ("WARNING [kvtier.vllm] kv_load_failure_policy" in theirs.getvalue()) is not has_own
+    assert ("INFO [kvtier.vllm] kvtier 0.1.0 keeps the KV cache" in theirs.getvalue()) is not has_own
+    assert loggers["kvtier"].handlers == ([own] if has_own else [handler])
+
+
+def test_metrics_do_not_stand_still_at_what_was_under_way(open_rig: OpenRig, tmp_path: Path) -> None:
+    disk = {"disk.path": [str(tmp_path)], "disk.size": "64MiB", "disk.min_free": 1, "store.policy": "write_through"}
+    rig = open_rig(disk, num_blocks=24)
+    rig.add_request("a", prompt(100, 16), 2)
+    steps = rig.run(100_000)
+    last = [step.stats.kv_connector_stats for step in steps if step.stats and step.stats.kv_connector_stats][-1]
+    found = {name: value for name, labels, value in last["samples"] if not labels}
+    assert found["vllm:kvtier_disk_blocks"] == 16
+    for name in ("leases", "disk_queued_bytes", "disk_ledger_pending", "ledger_pending", "in_flight_blocks"):
+        assert found[f"vllm:kvtier_{name}"] == 0, name
+    verify_quiet(rig)
+
+
+def test_an_engine_does_not_step_on_for_a_device_that_hangs(open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = open_rig(num_blocks=24)
+    side = rig.connector.scheduler_side
+    fill(rig)
+    monkeypatch.setattr(type(side.store), "is_writing", True)
+    assert side.is_busy
+    monkeypatch.setattr(side, "_busy_until", side.store.clock.now())
+    assert not side.is_busy
 
 
 # ---- told: metrics ---------------------------------------------------------------------------------------------------

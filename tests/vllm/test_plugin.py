@@ -111,6 +111,15 @@ def test_whatever_part_of_a_load_fails_the_rest_is_computed(
     verify_quiet(rig)
 
 
+def test_without_vllms_own_cache_ours_serves(open_rig: OpenRig) -> None:
+    rig = open_rig(num_blocks=24, enable_prefix_caching=False)
+    fill(rig)
+    rig.add_request("again", prompt(100, 16), 2)
+    steps = rig.run()
+    assert sum(step.scheduled.get("again", 0) for step in steps) == 8 + 1
+    verify_quiet(rig)
+
+
 def test_who_is_aborted_while_its_blocks_land_leaves_nothing(open_rig: OpenRig) -> None:
     rig = open_rig(num_blocks=24)
     fill(rig)
@@ -294,10 +303,12 @@ def failing_now_and_then(report: Callable[[], Any], chance: random.Random) -> Ca
     return failing
 
 
-@pytest.mark.parametrize("policy", ["on_evict", "write_through"])
+@pytest.mark.parametrize(
+    ("policy", "has_own_cache"), [("on_evict", True), ("write_through", True), ("on_evict", False)]
+)
 @pytest.mark.parametrize("seed", range(6))
 def test_any_traffic_reads_right_kv_and_ends(
-    seed: int, policy: str, open_rig: OpenRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seed: int, policy: str, has_own_cache: bool, open_rig: OpenRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts that share prefixes, in a pool for two or three of them: preempted, aborted, reset, under a host pool
     that is small too, with and without a disk, while copies fail now and then."""
@@ -306,7 +317,8 @@ def test_any_traffic_reads_right_kv_and_ends(
     settings["restore.capacity_bound_s"] = chance.choice([0, 60])
     if seed % 2:
         settings |= {"disk.path": [str(tmp_path)], "disk.size": "64MiB", "disk.min_free": 1}
-    rig = open_rig(settings, num_blocks=chance.choice([14, 24, 40]), max_num_seqs=4, max_num_batched_tokens=128)
+    sizes = {"num_blocks": chance.choice([14, 24, 40]), "max_num_seqs": 4, "max_num_batched_tokens": 128}
+    rig = open_rig(settings, enable_prefix_caching=has_own_cache, **sizes)
     monkeypatch.setattr(worker(rig), "report", failing_now_and_then(worker(rig).report, chance))
     longest = rig.vllm_config.model_config.max_model_len
     names: list[str] = []

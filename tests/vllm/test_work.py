@@ -7,9 +7,21 @@ from kvtier_connectors.contract import StepWork
 from kvtier_connectors.vllm.work import MIN_TOKENS, PromptWork
 
 
+def warmed_up(clock: FakeClock) -> PromptWork:
+    """One whose first step of many tokens is over, and told nothing."""
+    work = PromptWork(clock)
+    for serial, num_tokens in ((-2, 1), (-1, 1000)):
+        work.begin(serial)
+        work.add(serial, 0, num_tokens)
+        clock.advance(5.0)
+        work.end(serial)
+        assert work.take(0) == StepWork(0, 0.0, 5.0, 0)
+    return work
+
+
 def test_a_step_is_told_once_when_it_has_ended() -> None:
     clock = FakeClock()
-    work = PromptWork(clock)
+    work = warmed_up(clock)
     work.begin(1)
     work.add(1, 0, 100)
     work.add(1, 1000, 50)
@@ -22,7 +34,7 @@ def test_a_step_is_told_once_when_it_has_ended() -> None:
 
 def test_the_rest_of_a_restored_prompt_says_nothing_of_tokens() -> None:
     clock = FakeClock()
-    work = PromptWork(clock)
+    work = warmed_up(clock)
     for serial, num_tokens in ((1, MIN_TOKENS - 1), (2, MIN_TOKENS)):
         work.begin(serial)
         work.add(serial, 992, num_tokens)

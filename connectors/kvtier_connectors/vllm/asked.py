@@ -23,8 +23,8 @@ MAX_WARNINGS = 64
 class RequestOptions:
     """Reads `kv_transfer_params: {"kvtier": {...}}`: the fields of KVOptions but for `priority`, which is vLLM's.
 
-    A request that asks for what means nothing is served as if it had asked for nothing, with a warning: each once, and
-    no more than MAX_WARNINGS.
+    A request that asks for what means nothing is served as if it had asked for nothing, with a warning: each text once,
+    and no more than MAX_WARNINGS.
     """
 
     def __init__(self, *, by_priority: bool) -> None:
@@ -53,4 +53,7 @@ def _parse(asked: object) -> KVOptions:
         raise ConfigError(f"{KEY} must be an object, such as {{'restore': false}}, not {asked!r:.100}")
     if unknown := sorted(map(str, asked.keys() - NAMES)):
         raise ConfigError(f"{KEY} has {', '.join(unknown)[:100]}; it may have {', '.join(sorted(NAMES))}")
-    return KVOptions(**asked)
+    try:
+        return KVOptions(**asked)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("KVOptions", KEY)) from None

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
+from kvtier import __version__
 from kvtier.config import Settings, load_settings
 from kvtier.errors import ConfigError
 from kvtier.keys import Namespace, Shard
@@ -62,6 +63,7 @@ class KVTierConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """Raises ConfigError, with the option to change, for what cannot work."""
         super().__init__(vllm_config, role, kv_cache_config)
+        _log_as_vllm_does()
         _check_supported(vllm_config)
         _check_version(vllm.__version__)
         parallel = vllm_config.parallel_config
@@ -239,6 +241,16 @@ class KVTierConnector(KVConnectorBase_V1):
             self._scheduler_side.close()
 
 
+def _log_as_vllm_does() -> None:
+    """vLLM sets up its own loggers alone: without a handler INFO is lost, and of a WARNING all but the words."""
+    ours, theirs = logging.getLogger("kvtier"), logging.getLogger("vllm")
+    if ours.handlers or not theirs.handlers:  # whoever runs vLLM has set them up
+        return
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    ours.setLevel(theirs.level)
+
+
 def _check_supported(vllm_config: VllmConfig) -> None:
     """What was computed is known from steps that end before the next one is scheduled, each token of which counts."""
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
@@ -269,12 +281,17 @@ def _open_scheduler(vllm_config: VllmConfig, pages: Pages) -> SchedulerSide:
             f"with --prefix-caching-hash-algo sha256"
         )
     path = extra.get("config")
-    settings = load_settings(None if path is None else Path(path), overrides=extra.get("settings"))
+    try:
+        settings = load_settings(None if path is None else Path(path), overrides=extra.get("settings"))
+    except ConfigError as error:
+        given = f"kv_connector_extra_config {sorted(extra)}: " if extra else ""
+        raise ConfigError(f"{given}{error}") from None  # of two traces the operator needs neither
     model_config = vllm_config.model_config
     model = extra.get("model") or model_fingerprint(model_config.model)
     revision = f"{model_config.dtype} {vllm_config.cache_config.cache_dtype} vllm {vllm.__version__} {algorithm}"
     namespace = Namespace(str(model), revision, pages.layout, pages.name, Shard(0, 1))
     _warn_of_losses(vllm_config, settings)
+    logger.info("kvtier %s keeps the KV cache of %s: %s", __version__, model_config.model, pages.name)
     scheduler, events = vllm_config.scheduler_config, vllm_config.kv_events_config
     return SchedulerSide(
         settings,
@@ -293,6 +310,8 @@ def _warn_of_losses(vllm_config: VllmConfig, settings: Settings) -> None:
         logger.warning(
             "kv_load_failure_policy is %r: a copy that fails ends its request; set it to 'recompute'", policy
         )
+    if settings.restore.on_failure == "fail":
+        logger.warning("restore.on_failure is without effect: in vLLM kv_load_failure_policy decides what follows")
     is_killed = envs.VLLM_ENABLE_V1_MULTIPROCESSING and not getattr(vllm_config, "shutdown_timeout", 0)
     if settings.disk.path and is_killed:
         logger.warning(

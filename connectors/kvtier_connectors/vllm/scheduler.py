@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from itertools import islice
@@ -15,6 +16,7 @@ from vllm.v1.request import Request, RequestStatus
 from kvtier.config import Settings
 from kvtier.keys import BlockDigest, Namespace
 from kvtier.store import Store
+from kvtier_connectors.connector import sizing_warning
 from kvtier_connectors.contract import (
     CopyDirection,
     CopyJob,
@@ -34,7 +36,11 @@ from kvtier_connectors.vllm.work import PromptWork
 
 __all__ = ["SchedulerSide"]
 
+logger = logging.getLogger("kvtier.vllm")
+
 ABORTED = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
+SETTLE_S = 5.0
+"""How long an engine without requests steps on at most while a lower tier writes."""
 MAX_LOOKED_WAITING = 8
 """Requests at the head of vLLM's queue whose need counts as demand for free blocks."""
 
@@ -85,6 +91,7 @@ class SchedulerSide:
         self._landed: list[Landed] = []
         self._allocated: list[int] = []
         self._serial = 0
+        self._busy_until = 0.0
         self._work = PromptWork(self.store.clock)
         self._telemetry = Telemetry(self.store.clock)
         self._events = HostEvents(self.store.host, self.space, self._block_tokens) if has_events else None
@@ -92,6 +99,8 @@ class SchedulerSide:
     def bind(self, manager: KVCacheManager, pool: BlockPool) -> None:
         """vLLM's block tables and pool exist now."""
         self._manager, self._blocks = manager, VllmBlocks(pool)
+        if warning := sizing_warning(self.space.capacity_blocks, self._blocks.num_blocks):
+            logger.warning(warning)
         self._halves = KVTierScheduler(self.store, self.space, self._blocks, self._settings, num_ranks=self._num_ranks)
 
     @property
@@ -175,6 +184,8 @@ class SchedulerSide:
         """vLLM has scheduled a step: what the workers copy meanwhile, and which loads are over."""
         self._serial += 1
         self._work.begin(self._serial)
+        if self._live or self.kv.has_copies:
+            self._busy_until = self.store.clock.now() + SETTLE_S
         for request_id in output.preempted_req_ids or ():
             if (live := self._live.get(request_id)) is not None:
                 self._check_preempted(live)
@@ -216,8 +227,11 @@ class SchedulerSide:
 
     @property
     def is_busy(self) -> bool:
-        """Whether vLLM must go on stepping though it has no request: copies have not ended, or are not told."""
-        return bool(self._landed) or self.kv.has_copies
+        """Whether vLLM must go on stepping though it has no request: copies have not ended, or are not told; and for a
+        while until a lower tier has written, so that the metrics do not stand still at what was under way."""
+        if self._landed or self.kv.has_copies:
+            return True
+        return self.store.is_writing and self.store.clock.now() < self._busy_until
 
     def hit_tokens(self, request_id: str) -> dict[str, int]:
         """Of those that the request was promised when it was first admitted, how many had been in which tier."""

@@ -14,13 +14,17 @@ a prompt is a few tokens, each of which would seem to take a good part of a step
 
 
 class PromptWork:
-    """Counts the prompt tokens of each step until its workers have told that it ended. Engine's thread only."""
+    """Counts the prompt tokens of each step until its workers have told that it ended. Engine's thread only.
+
+    The first step of many tokens is not counted: an engine warms up in it, for seconds.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._began_at = 0.0
         self._under_way: dict[int, tuple[int, float]] = {}
         self._ended = (*NOTHING, 0.0)
+        self._is_warm = False
 
     def begin(self, serial: int) -> None:
         """A step is planned."""
@@ -35,7 +39,8 @@ class PromptWork:
     def end(self, serial: int) -> None:
         """The step ended."""
         tokens, pairs = self._under_way.pop(serial, NOTHING)
-        if tokens < MIN_TOKENS:
+        is_telling, self._is_warm = tokens >= MIN_TOKENS and self._is_warm, self._is_warm or tokens >= MIN_TOKENS
+        if not is_telling:
             tokens, pairs = NOTHING
         self._ended = (tokens, pairs, max(0.0, self._clock.now() - self._began_at))
 
