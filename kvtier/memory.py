@@ -74,6 +74,8 @@ class PoolMemory:
     ) -> None:
         """fd: of a memfd that is this long already, closed with this: another process's pool, or another mapping."""
         if nbytes < PAGE_BYTES:
+            if fd is not None:
+                os.close(fd)
             raise ConfigError(f"host.size must be at least one page ({PAGE_BYTES} bytes), not {nbytes}")
         self.nbytes = nbytes - nbytes % PAGE_BYTES
         self.fd = os.memfd_create("kvtier-pool", os.MFD_CLOEXEC) if fd is None else fd

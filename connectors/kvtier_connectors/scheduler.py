@@ -244,9 +244,15 @@ class KVTierScheduler(ConnectorScheduler):
         )
 
     @property
-    def has_copies(self) -> bool:
-        """Whether blocks are being copied, or will be by the next plans: an engine without requests steps on."""
-        return self._num_in_flight > 0 or self._stores.num_to_begin > 0
+    def has_stores(self) -> bool:
+        """Whether blocks are being copied down, or will be by the next plans: an engine without requests steps on. For
+        no longer than a minute for a copy that does not end."""
+        return self._stores.num_copying > 0 or self._stores.num_to_begin > 0
+
+    @property
+    def has_landings(self) -> bool:
+        """Whether blocks are being copied up, for whomever: nothing bounds a copy that does not end."""
+        return self._restores.landings.num_copying > 0
 
     @property
     def _num_in_flight(self) -> int:

@@ -13,7 +13,7 @@ from kvtier_kernels.base import KernelBackend
 from kvtier_kernels.checks import Copies
 from kvtier_kernels.errors import KernelError
 
-__all__ = ["DeviceBackend", "DevicePlanes", "pin"]
+__all__ = ["DeviceBackend", "DevicePlanes", "pin", "unpin"]
 
 STAGE_BYTES = 64 << 20
 """Of the device's memory that one copy takes at most: blocks go through it in one piece, as they lie in their slots."""
@@ -106,15 +106,36 @@ class DeviceBackend(KernelBackend[DevicePlanes]):
 
 def pin(host: Bytes, device: torch.device) -> bool:
     """Lock a mapping for the device's copies, seconds for tens of gigabytes; False where the driver refuses, so that
-    copies are slower. For the life of the mapping."""
+    copies are slower. Until `unpin`, which must come before the mapping ends."""
     cuda: Any = torch.cuda
-    cudart = cuda.cudart()
     with cuda.device(device):  # a thread begins with the first device, and would take memory there
-        for start in range(0, host.size, REGISTER_BYTES):
-            num_bytes = min(REGISTER_BYTES, host.size - start)
-            if int(cudart.cudaHostRegister(host.ctypes.data + start, num_bytes, 0)) != 0:
+        for start, num_bytes in _pieces(host):
+            if int(cuda.cudart().cudaHostRegister(host.ctypes.data + start, num_bytes, 0)) != 0:
+                for before, _ in _pieces(host[:start]):
+                    cuda.cudart().cudaHostUnregister(host.ctypes.data + before)
+                _clear_error(device)
                 return False
     return True
+
+
+def unpin(host: Bytes, device: torch.device) -> None:
+    """What `pin` locked. No copy is under way."""
+    cuda: Any = torch.cuda
+    with cuda.device(device):
+        for start, _ in _pieces(host):
+            cuda.cudart().cudaHostUnregister(host.ctypes.data + start)
+
+
+def _pieces(host: Bytes) -> Iterator[tuple[int, int]]:
+    return ((start, min(REGISTER_BYTES, host.size - start)) for start in range(0, host.size, REGISTER_BYTES))
+
+
+def _clear_error(device: torch.device) -> None:
+    """A refusal is kept as the thread's last error, which the next launch would be blamed for."""
+    try:
+        torch.zeros(1, device=device)
+    except RuntimeError:
+        return
 
 
 def _parts(copies: Copies, block_bytes: int) -> Iterator[Copies]:

@@ -141,25 +141,25 @@ def test_the_bound_on_copies_never_lets_a_tail_go_before_its_prefix(open_rig: Op
     assert all(row == sorted(row, reverse=True) for row in held)
 
 
-def test_who_has_copies_is_who_has_blocks_to_copy_now_or_next(open_rig: OpenRig) -> None:
+def test_who_has_stores_is_who_has_blocks_to_copy_now_or_next(open_rig: OpenRig) -> None:
     """An engine without requests steps on by it: not for ever, where a copy that was given up holds the others up."""
     rig = open_rig(num_blocks=8, policy="write_through", store__max_inflight_blocks=2)
-    assert not rig.scheduler.has_copies
+    assert not rig.scheduler.has_stores
     rig.finish("a", rig.compute("a", prompt(0, 5)))
     for num_held in (0, 2, 4, 5):
         assert sum(rig.held(rig.digests["a"])) == num_held
-        assert rig.scheduler.has_copies == (num_held < 5)
+        assert rig.scheduler.has_stores == (num_held < 5)
         rig.plan()
-        assert rig.scheduler.has_copies == (num_held < 5)
+        assert rig.scheduler.has_stores == (num_held < 5)
         rig.copy_all()
     rig.finish("b", rig.compute("b", prompt(1, 3)))
     rig.plan()
     rig.clock.advance(1000.0)
     rig.plan()
     assert rig.dropped[DropReason.COPY_TIMEOUT] == 2
-    assert not rig.scheduler.has_copies, "the third waits for the copies that were given up"
+    assert not rig.scheduler.has_stores, "the third waits for the copies that were given up"
     rig.copy_all()
-    assert rig.scheduler.has_copies
+    assert rig.scheduler.has_stores
 
 
 def test_a_parent_whose_copy_fails_takes_its_children_with_it(open_rig: OpenRig) -> None:

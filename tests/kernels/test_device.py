@@ -94,10 +94,14 @@ class Driver:
     def __init__(self, refuses: int | None) -> None:
         self.refuses = refuses
         self.calls: list[tuple[int, int, int]] = []
+        self.ended: list[int] = []
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
         self.calls.append((address, num_bytes, flags))
         return 1 if len(self.calls) - 1 == self.refuses else 0
+
+    def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
+        self.ended.append(address)
 
 
 @pytest.mark.parametrize(("refuses", "is_pinned", "num_calls"), [(None, True, 3), (1, False, 2)])
@@ -108,9 +112,13 @@ def test_memory_is_pinned_piece_by_piece(
     monkeypatch.setattr(device, "REGISTER_BYTES", 1000)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
     assert device.pin(host, torch.device("cuda:1")) is is_pinned
     start = host.ctypes.data
     assert driver.calls == [(start, 1000, 0), (start + 1000, 1000, 0), (start + 2000, 500, 0)][:num_calls]
+    if is_pinned:
+        device.unpin(host, torch.device("cuda:1"))
+    assert driver.ended == ([start, start + 1000, start + 2000] if is_pinned else [start])
 
 
 @needs_cuda

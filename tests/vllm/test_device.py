@@ -196,6 +196,10 @@ class Driver:
         assert self.may_pin.wait(10)
         return self.is_pinned
 
+    def unpin(self, *_: object) -> None:
+        assert self.is_pinned
+        self.is_pinned = False
+
     def record(self, stream: object) -> None:
         assert stream == "the runner's"
         self.recorded += 1
@@ -210,6 +214,7 @@ def driver(on_a_device: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Drive
     found = Driver()
     monkeypatch.setattr(Device, "is_gpu", True)
     monkeypatch.setattr(device, "pin", found.pin)
+    monkeypatch.setattr(device, "unpin", found.unpin)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: found)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "the runner's")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -201,7 +203,10 @@ def test_a_hook_that_fails_once_leaves_no_wrong_block_behind(
     rig.check_nothing_is_held()
 
 
-@pytest.mark.parametrize("name", ["_work.end", "_publish_computed", "_begin_load", "_note_table", "_note_scheduled"])
+@pytest.mark.parametrize(
+    "name",
+    ["_work.end", "_jobs.note", "_take_outcomes", "_publish_computed", "_begin_load", "_note_table", "_note_scheduled"],
+)
 def test_an_exception_within_the_scheduler_half_strands_nobody(
     name: str, open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,6 +220,80 @@ def test_an_exception_within_the_scheduler_half_strands_nobody(
         rig.run()
     assert set(rig.finished.values()) == {"length"}
     rig.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("name", ["_known_device.written", "_copier", "_await", "_submit"])
+def test_an_exception_within_the_worker_strands_nobody(
+    name: str, open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = open_rig(num_blocks=24)
+    fill(rig)
+    rig.add_request("again", prompt(100, 16), 2)
+    fail_once(*owner_of(worker(rig), name), monkeypatch)
+    rig.run()
+    assert rig.finished["again"] == "length"
+    verify_quiet(rig)
+
+
+def test_copies_that_do_not_end_keep_no_engine_busy_and_cost_one_wait(
+    open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = open_rig({"restore.episode_budget_s": 0.1}, num_blocks=24)
+    fill(rig)
+    gate, copier = threading.Event(), worker(rig)._worker
+    assert copier is not None
+    scatter = copier._scatter
+    monkeypatch.setattr(copier, "_scatter", lambda *args: gate.wait(30) and scatter(*args))
+    rig.add_request("again", prompt(100, 16), 2)
+    deadline = time.monotonic() + 10
+    while "have not ended within their time" not in caplog.text and time.monotonic() < deadline:
+        rig.step()
+    assert rig.status("again") == "WAITING_FOR_REMOTE_KVS", "until then the copies may write its blocks"
+    rig.abort("again")
+    side = rig.connector.scheduler_side
+    monkeypatch.setattr(side, "_busy_until", 0.0)
+    assert not side.is_busy
+    gate.set()
+    rig.add_request("later", prompt(90_000, 1), 1)
+    deadline = time.monotonic() + 10
+    while (side._jobs or rig.scheduler.has_requests()) and time.monotonic() < deadline:
+        rig.step()
+    assert caplog.text.count("have not ended within their time") == 1
+    verify_quiet(rig)
+
+
+def test_no_step_waits_while_a_copy_is_late_already(open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = open_rig(num_blocks=24)
+    fill(rig)
+    side = worker(rig)
+    waits: list[float] = []
+
+    def take(timeout: float) -> list[Any]:
+        waits.append(timeout)
+        return []
+
+    monkeypatch.setattr(side, "_take_results", take)
+    monkeypatch.setattr("kvtier_connectors.vllm.worker.FENCE_S", 0.001)
+    side._outstanding |= {901, 902}
+    side._await({900})
+    assert waits == [], "who has told a job waits for it no more"
+    side._await({901})
+    assert waits
+    waits.clear()
+    side._await({902})
+    assert waits == []
+    assert side._late == {901, 902}
+    side._outstanding.clear()
+    side._late.clear()
+
+
+def test_a_second_end_is_nothing(open_rig: OpenRig, caplog: pytest.LogCaptureFixture) -> None:
+    rig = open_rig(num_blocks=24)
+    fill(rig)
+    for half_of_it in (rig.worker, rig.connector):
+        half_of_it.shutdown()
+        half_of_it.shutdown()
+    assert "kvtier" not in {record.name.partition(".")[0] for record in caplog.records}
 
 
 def test_a_worker_that_cannot_copy_strands_nobody(open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,6 +328,9 @@ def test_what_a_worker_tells_twice_counts_once(open_rig: OpenRig, monkeypatch: p
     [
         ({"modle": "x"}, "modle"),
         ({"model": "x", "settings": {"host.sise": 1}}, "host.sise"),
+        ({"model": "x", "settings": "host.size"}, "settings must be an object"),
+        ({"model": {}}, "model must be a string, not {}"),
+        ({"model": "x", "config": 5}, "config must be the name of a file, not 5"),
         ({"model": "x", "config": "/nowhere/kvtier.toml"}, "/nowhere/kvtier.toml"),
     ],
 )
@@ -263,6 +345,7 @@ def test_what_cannot_be_meant_is_an_error_at_start(extra: dict[str, Any], words:
         ("scheduler_config", "async_scheduling", True, "--no-async-scheduling"),
         ("parallel_config", "pipeline_parallel_size", 2, "pipeline"),
         ("parallel_config", "decode_context_parallel_size", 2, "context"),
+        ("parallel_config", "prefill_context_parallel_size", 2, "context"),
         ("model_config", "enable_sleep_mode", True, "sleep mode"),
     ],
 )

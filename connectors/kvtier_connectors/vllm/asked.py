@@ -18,6 +18,7 @@ logger = logging.getLogger("kvtier.vllm")
 KEY = "kvtier"
 NAMES = frozenset(field.name for field in fields(KVOptions)) - {"priority"}
 MAX_WARNINGS = 64
+MAX_WORDS = 300
 
 
 class RequestOptions:
@@ -36,7 +37,7 @@ class RequestOptions:
         try:
             options = _parse((request.kv_transfer_params or {}).get(KEY, {}))
         except ConfigError as error:
-            self._warn(request.request_id, str(error))
+            self._warn(request.request_id, str(error)[:MAX_WORDS])
             options = KVOptions()
         if getattr(request, "skip_reading_prefix_cache", False):
             options = replace(options, restore=False)
@@ -52,7 +53,7 @@ def _parse(asked: object) -> KVOptions:
     if not isinstance(asked, Mapping):
         raise ConfigError(f"{KEY} must be an object, such as {{'restore': false}}, not {asked!r:.100}")
     if unknown := sorted(map(str, asked.keys() - NAMES)):
-        raise ConfigError(f"{KEY} has {', '.join(unknown)[:100]}; it may have {', '.join(sorted(NAMES))}")
+        raise ConfigError(f"{KEY} has {unknown!r:.100}; it may have {', '.join(sorted(NAMES))}")
     try:
         return KVOptions(**asked)
     except ConfigError as error:

@@ -33,6 +33,11 @@ class VllmBlocks:
         ends = tuple(-1 if block is None else block.block_id for block in (head, tail))
         return hash((self._num_changes, queue.num_free_blocks, *ends))
 
+    @property
+    def current_cache(self) -> object:
+        """vLLM's map from hashes to blocks: another object once it has cleared its prefix cache."""
+        return self._pool.cached_block_hash_to_block
+
     def note_change(self) -> None:
         """Blocks were taken or given back."""
         self._num_changes += 1

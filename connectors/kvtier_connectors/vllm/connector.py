@@ -19,11 +19,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvtier import __version__
 from kvtier.config import Settings, load_settings
 from kvtier.errors import ConfigError
-from kvtier.keys import Namespace, Shard
 from kvtier_connectors.faults import CAUGHT
-from kvtier_connectors.fingerprint import model_fingerprint
 from kvtier_connectors.hooks import hook
 from kvtier_connectors.vllm.asked import RequestOptions
+from kvtier_connectors.vllm.identity import namespace_of
+from kvtier_connectors.vllm.live import StepLimits
 from kvtier_connectors.vllm.messages import StepPlan, StepReport
 from kvtier_connectors.vllm.pages import Pages
 from kvtier_connectors.vllm.scheduler import SchedulerSide
@@ -43,7 +43,11 @@ __all__ = ["KVTierConnector"]
 
 logger = logging.getLogger("kvtier.vllm")
 
-OPTIONS = frozenset({"config", "model", "settings"})
+OPTIONS: dict[str, tuple[type, str]] = {
+    "config": (str, "the name of a file"),
+    "model": (str, "a string"),
+    "settings": (dict, "an object, such as {'host.size': '8GiB'}"),
+}
 HASHES = ("sha256", "sha256_cbor")
 TESTED = ("0.31.0", "0.32.0", "0.33.0")
 """Versions of vLLM that the tests run with: 0.32.0 as a whole, of the others the scheduler's side."""
@@ -129,7 +133,11 @@ class KVTierConnector(KVConnectorBase_V1):
             raise
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._plan(scheduler_output) or self.scheduler_side.plan_nothing()
+        return self._plan(scheduler_output) or self._plan_nothing() or self.scheduler_side.empty_plan()
+
+    @hook(lambda: cast("StepPlan | None", None))
+    def _plan_nothing(self) -> StepPlan:
+        return self.scheduler_side.plan_nothing()
 
     @hook(lambda: cast("StepPlan | None", None))
     def _plan(self, scheduler_output: SchedulerOutput) -> StepPlan | None:
@@ -235,6 +243,7 @@ class KVTierConnector(KVConnectorBase_V1):
 
     @hook(lambda: None)
     def shutdown(self) -> None:
+        """Idempotent."""
         if self._worker_side is not None:
             self._worker_side.close()
         if self._scheduler_side is not None:
@@ -258,11 +267,15 @@ def _check_supported(vllm_config: VllmConfig) -> None:
         "asynchronous scheduling (start vLLM with --no-async-scheduling)": bool(scheduler.async_scheduling),
         "speculative decoding": vllm_config.speculative_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "context parallelism": parallel.decode_context_parallel_size > 1,
+        "context parallelism": max(parallel.decode_context_parallel_size, _prefill_context_parallel_size(parallel)) > 1,
         "sleep mode, in which the KV cache loses its bytes": bool(vllm_config.model_config.enable_sleep_mode),
     }
     if unsupported := [what for what, is_used in found.items() if is_used]:
         raise ConfigError(f"kvtier does not support {', '.join(unsupported)} yet")
+
+
+def _prefill_context_parallel_size(parallel: Any) -> int:
+    return int(getattr(parallel, "prefill_context_parallel_size", 1))
 
 
 def _check_version(version: str) -> None:
@@ -280,25 +293,25 @@ def _open_scheduler(vllm_config: VllmConfig, pages: Pages) -> SchedulerSide:
             f"vLLM hashes blocks with {algorithm}, by which different prompts may be taken for one another: start it "
             f"with --prefix-caching-hash-algo sha256"
         )
+    for option, (kind, words) in OPTIONS.items():
+        if option in extra and (not isinstance(extra[option], kind) or not extra[option]):
+            raise ConfigError(f"kv_connector_extra_config: {option} must be {words}, not {extra[option]!r:.100}")
     path = extra.get("config")
     try:
         settings = load_settings(None if path is None else Path(path), overrides=extra.get("settings"))
     except ConfigError as error:
         given = f"kv_connector_extra_config {sorted(extra)}: " if extra else ""
         raise ConfigError(f"{given}{error}") from None  # of two traces the operator needs neither
-    model_config = vllm_config.model_config
-    model = extra.get("model") or model_fingerprint(model_config.model)
-    revision = f"{model_config.dtype} {vllm_config.cache_config.cache_dtype} vllm {vllm.__version__} {algorithm}"
-    namespace = Namespace(str(model), revision, pages.layout, pages.name, Shard(0, 1))
+    namespace = namespace_of(vllm_config, pages, extra.get("model"))
     _warn_of_losses(vllm_config, settings)
-    logger.info("kvtier %s keeps the KV cache of %s: %s", __version__, model_config.model, pages.name)
+    logger.info("kvtier %s keeps the KV cache of %s: %s", __version__, vllm_config.model_config.model, pages.name)
     scheduler, events = vllm_config.scheduler_config, vllm_config.kv_events_config
+    step_budget = -(-scheduler.max_num_batched_tokens // pages.block_tokens) + scheduler.max_num_seqs
     return SchedulerSide(
         settings,
         namespace,
         RequestOptions(by_priority=scheduler.policy == "priority"),
-        num_ranks=pages.num_ranks,
-        step_budget=-(-scheduler.max_num_batched_tokens // pages.block_tokens) + scheduler.max_num_seqs,
+        StepLimits(step_budget, pages.num_ranks),
         has_events=events is not None and events.enable_kv_cache_events,
     )
 

@@ -13,7 +13,7 @@ import torch
 from kvtier.errors import LayoutError
 from kvtier_connectors.contract import WRITTEN, WriteFence
 from kvtier_kernels import BlockPlanes, KernelBackend, default_backend
-from kvtier_kernels.device import DeviceBackend, DevicePlanes, pin
+from kvtier_kernels.device import DeviceBackend, DevicePlanes, pin, unpin
 
 __all__ = ["Device"]
 
@@ -34,7 +34,12 @@ class Device:
         self.planes: Any = planes
         self.backend: KernelBackend[Any]
         self._device: torch.device | None = None
+        self._pinned: npt.NDArray[np.uint8] | None = None
         if isinstance(planes, DevicePlanes):
+            if planes.device.type not in ("cpu", "cuda"):
+                raise LayoutError(
+                    f"kvtier does not know how copies are ordered on {planes.device.type}: CPU and GPU alone"
+                )
             self._device = planes.device
             self.backend = DeviceBackend(planes.device)
         else:
@@ -46,10 +51,11 @@ class Device:
         return self._device is not None and self._device.type == "cuda"
 
     def pin(self, host: npt.NDArray[np.uint8]) -> None:
-        """Lock the host pool for the device's copies; takes seconds. Not the engine's thread."""
+        """Lock the host pool for the device's copies; takes seconds. A thread of its own."""
         began_at = time.monotonic()
         assert self._device is not None
         if pin(host, self._device):
+            self._pinned = host
             logger.info("%d MiB of host memory pinned in %.1f s", host.size >> 20, time.monotonic() - began_at)
         else:
             logger.warning(
@@ -57,6 +63,12 @@ class Device:
                 "host.size, or raise the limit on locked memory (ulimit -l)",
                 host.size >> 20,
             )
+
+    def unpin(self) -> None:
+        """Before the mapping ends, and after the last copy: the driver would go on with pages that are others' then."""
+        if self._pinned is not None and self._device is not None:
+            unpin(self._pinned, self._device)
+            self._pinned = None
 
     def written(self) -> WriteFence:
         """Fires when all is written that was queued to the KV cache so far. The engine's thread."""

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
-__all__ = ["Live", "Load"]
+from kvtier_connectors.contract import CopyDirection, CopyJob, CopyResult
+
+__all__ = ["ABORTED", "Live", "Load", "LoadJobs", "StepLimits"]
+
+
+ABORTED = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
+"""Of what such a request computed last it is not known whether it counts."""
+
+
+class StepLimits(NamedTuple):
+    """step_budget: the most blocks that one step can take. num_ranks: workers that each hold a part of every block."""
+
+    step_budget: int
+    num_ranks: int
 
 
 @dataclass(eq=False)
@@ -19,6 +34,7 @@ class Load:
     num_copying: int
     num_good: int | None = None
     """The first blocks that hold their bytes; None until that is known."""
+    is_told: bool = False
 
 
 @dataclass(eq=False)
@@ -39,3 +55,33 @@ class Live:
     load: Load | None = None
     steps: deque[tuple[int, int]] = field(default_factory=deque)
     """Forwards under way: the plan's serial, and how many of its tokens are computed when it has ended."""
+
+
+class LoadJobs:
+    """The copy jobs of loads that have not ended in every worker: how many blocks each copies, and who has told."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._jobs: dict[int, tuple[Load, int, set[int]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def note(self, job: CopyJob, loads: Mapping[int, Load]) -> None:
+        """A job was planned; nothing, for a store. loads: by destination block. Idempotent."""
+        load = loads.get(job.block_ids[0]) if job.direction is CopyDirection.RESTORE else None
+        if load is not None:
+            self._jobs.setdefault(job.job_id, (load, len(job.block_ids), set()))
+
+    def end(self, result: CopyResult) -> Load | None:
+        """A worker told the end of a job: the load, with fewer blocks to copy, if it was the last to."""
+        found = self._jobs.get(result.job_id)
+        if found is None:
+            return None
+        load, num_blocks, ranks = found
+        ranks.add(result.rank)
+        if len(ranks) < self._num_ranks:
+            return None
+        del self._jobs[result.job_id]
+        load.num_copying -= num_blocks
+        return load

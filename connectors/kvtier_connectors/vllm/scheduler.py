@@ -6,19 +6,20 @@ import logging
 import os
 from collections.abc import Sequence
 from itertools import islice
+from typing import cast
 
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 from kvtier.config import Settings
 from kvtier.keys import BlockDigest, Namespace
 from kvtier.store import Store
 from kvtier_connectors.connector import sizing_warning
 from kvtier_connectors.contract import (
-    CopyDirection,
+    CopyFailure,
     CopyJob,
     CopyResult,
     RequestInfo,
@@ -29,7 +30,7 @@ from kvtier_connectors.scheduler import KVTierScheduler
 from kvtier_connectors.vllm.asked import RequestOptions
 from kvtier_connectors.vllm.blocks import VllmBlocks
 from kvtier_connectors.vllm.events import HostEvents
-from kvtier_connectors.vllm.live import Live, Load
+from kvtier_connectors.vllm.live import ABORTED, Live, Load, LoadJobs, StepLimits
 from kvtier_connectors.vllm.messages import HostAddress, Landed, StepPlan, StepReport
 from kvtier_connectors.vllm.telemetry import KVTierStats, Telemetry
 from kvtier_connectors.vllm.work import PromptWork
@@ -38,9 +39,8 @@ __all__ = ["SchedulerSide"]
 
 logger = logging.getLogger("kvtier.vllm")
 
-ABORTED = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
 SETTLE_S = 5.0
-"""How long an engine without requests steps on at most while a lower tier writes."""
+"""How long an engine without requests steps on at most for what may never end."""
 MAX_LOOKED_WAITING = 8
 """Requests at the head of vLLM's queue whose need counts as demand for free blocks."""
 
@@ -55,23 +55,14 @@ class SchedulerSide:
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        namespace: Namespace,
-        options: RequestOptions,
-        *,
-        num_ranks: int,
-        step_budget: int,
-        has_events: bool,
+        self, settings: Settings, namespace: Namespace, options: RequestOptions, limits: StepLimits, *, has_events: bool
     ) -> None:
-        """options: reads what requests ask for. num_ranks: workers that each hold their part of every block.
-        step_budget: the most blocks that one step can take. has_events: vLLM publishes KV events."""
+        """options: reads what requests ask for. has_events: vLLM publishes KV events."""
         self.store = Store(settings)
         self._options = options
         self._settings = settings
         self._block_tokens = namespace.layout.block_tokens
-        self._step_budget = step_budget
-        self._num_ranks = num_ranks
+        self._step_budget, self._num_ranks = limits
         self.space = self.store.open_space(namespace)
         memory = self.store.pool
         self._host = HostAddress(os.getpid(), memory.fd, memory.buffer.nbytes)
@@ -86,19 +77,23 @@ class SchedulerSide:
         """Who was told in this step that blocks could be loaded, until vLLM allocates for them."""
         self._loads: dict[int, Load] = {}
         """By destination block, until the last copy of a load ended."""
-        self._jobs: dict[int, tuple[Load, int, set[int]]] = {}
-        """Jobs of loads: how many blocks each copies, and the workers that have told its end."""
+        self._jobs = LoadJobs(self._num_ranks)
         self._landed: list[Landed] = []
+        self._unsent: tuple[CopyJob, ...] = ()
+        """Planned, and not yet part of what the workers are told."""
         self._allocated: list[int] = []
         self._serial = 0
         self._busy_until = 0.0
         self._work = PromptWork(self.store.clock)
         self._telemetry = Telemetry(self.store.clock)
-        self._events = HostEvents(self.store.host, self.space, self._block_tokens) if has_events else None
+        self._has_events, self._events = has_events, cast("HostEvents | None", None)
 
     def bind(self, manager: KVCacheManager, pool: BlockPool) -> None:
         """vLLM's block tables and pool exist now."""
-        self._manager, self._blocks = manager, VllmBlocks(pool)
+        blocks = VllmBlocks(pool)
+        self._manager, self._blocks = manager, blocks
+        if self._has_events:
+            self._events = HostEvents(self.store.host, self.space, self._block_tokens, lambda: blocks.current_cache)
         if warning := sizing_warning(self.space.capacity_blocks, self._blocks.num_blocks):
             logger.warning(warning)
         self._halves = KVTierScheduler(self.store, self.space, self._blocks, self._settings, num_ranks=self._num_ranks)
@@ -160,7 +155,8 @@ class SchedulerSide:
         if live is not None:
             live.has_given_up, live.is_counted = True, False
         if num_tokens and (live is None or live.load is None):
-            self._landed.append(Landed(request.request_id, tuple(blocks.get_block_ids()[0])))
+            first = 0 if live is None else live.num_local
+            self._landed.append(Landed(request.request_id, tuple(blocks.get_block_ids()[0][first:])))
 
     def finished(self, request: Request) -> None:
         """vLLM ended a request, in whatever state. What the last forward filled is published first, if it counts."""
@@ -170,13 +166,14 @@ class SchedulerSide:
         self._computing.pop(request.request_id, None)
         if live is None:
             return
-        if request.status not in ABORTED:
-            while live.steps:
+        try:
+            while live.steps and request.status not in ABORTED:
                 self._publish_computed(live, live.steps.popleft()[1])
-        self.kv.finish_request(request.request_id)
-        if live.load is not None:  # its copies go on, and vLLM keeps the blocks until it is told
-            live.load.num_good = 0
-            self._end_load(live.load)
+        finally:
+            self.kv.finish_request(request.request_id)
+            if live.load is not None:  # its copies go on, and vLLM keeps the blocks until it is told
+                live.load.num_good = 0
+                self._end_load(live.load)
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
@@ -184,7 +181,7 @@ class SchedulerSide:
         """vLLM has scheduled a step: what the workers copy meanwhile, and which loads are over."""
         self._serial += 1
         self._work.begin(self._serial)
-        if self._live or self.kv.has_copies:
+        if self._live or self.kv.has_stores:
             self._busy_until = self.store.clock.now() + SETTLE_S
         for request_id in output.preempted_req_ids or ():
             if (live := self._live.get(request_id)) is not None:
@@ -195,9 +192,19 @@ class SchedulerSide:
         return self._plan_copies(output)
 
     def plan_nothing(self) -> StepPlan:
-        """In place of a plan that failed: it is not known which blocks the step overwrites, so none is stored."""
+        """In place of a plan that failed: it is not known which blocks the step overwrites, so none is stored; and what
+        had been planned is told as not copied."""
         self.kv.forget_blocks()
         self._allocated.clear()
+        unsent, self._unsent = self._unsent, ()
+        for job in unsent:
+            self._jobs.note(job, self._loads)
+            for rank in range(self._num_ranks):
+                self._take_results([CopyResult(job.job_id, (), CopyFailure.RAISED, rank=rank)])
+        return self.empty_plan()
+
+    def empty_plan(self) -> StepPlan:
+        """Nothing to do."""
         return StepPlan(self._serial, self._host, (), (), ())
 
     def _plan_copies(self, output: SchedulerOutput) -> StepPlan:
@@ -205,13 +212,14 @@ class SchedulerSide:
         reused, self._allocated = self._allocated, []
         if reused or output.finished_req_ids or output.preempted_req_ids:
             self._blocks.note_change()
-        tokens = [request.num_tokens for request in self._first_waiting()]
+        tokens = [self._live[name].request.num_tokens for name in islice(self._waiting, MAX_LOOKED_WAITING)]
         num_waiting = sum(count // self._block_tokens + 1 for count in tokens)
         demand = StepDemand(len(reused), self._step_budget, num_waiting, self._work.take(sum(tokens)))
         plan = self.kv.plan_step(reused, demand, is_fenced=True)
+        self._unsent = plan.jobs
         for job in plan.jobs:
-            self._note_job(job)
-        landed, self._landed = tuple(self._landed), []
+            self._jobs.note(job, self._loads)
+        landed, self._landed, self._unsent = tuple(self._landed), [], ()
         is_idle = not output.total_num_scheduled_tokens
         return StepPlan(self._serial, self._host, plan.jobs, plan.fence, landed, is_idle)
 
@@ -227,24 +235,29 @@ class SchedulerSide:
 
     @property
     def is_busy(self) -> bool:
-        """Whether vLLM must go on stepping though it has no request: copies have not ended, or are not told; and for a
-        while until a lower tier has written, so that the metrics do not stand still at what was under way."""
-        if self._landed or self.kv.has_copies:
+        """Whether vLLM must go on stepping though it has no request: stores have not ended, or loads are not told. For
+        a while also for loads of requests that are gone, which keep their blocks until then, and for a lower tier
+        that writes, so that the metrics do not stand still at what was under way."""
+        return self._has_work or (self._telemetry.owes_last and self.store.clock.now() < self._busy_until)
+
+    @property
+    def _has_work(self) -> bool:
+        if self._landed or self.kv.has_stores:
             return True
-        return self.store.is_writing and self.store.clock.now() < self._busy_until
+        return (self.kv.has_landings or self.store.is_writing) and self.store.clock.now() < self._busy_until
 
     def hit_tokens(self, request_id: str) -> dict[str, int]:
-        """Of those that the request was promised when it was first admitted, how many had been in which tier."""
+        """Of those that it was promised when it was first admitted, how many had been in which tier."""
         return {tier: count * self._block_tokens for tier, count in self.kv.hit_sources(request_id).items()}
 
     def take_stats(self) -> KVTierStats | None:
         """What vLLM is to show now, if anything is due."""
-        if not self._telemetry.is_due(is_idle=not (self._live or self.is_busy)):
+        if not self._telemetry.is_due(is_idle=not (self._live or self._has_work)):
             return None
         return KVTierStats.of(self.store.stats(), self.kv.stats())
 
     def take_events(self) -> list[KVCacheEvent]:
-        """What was stored to host memory and what left it, since the last call."""
+        """What has changed of what host memory holds."""
         return [] if self._events is None else self._events.take()
 
     def reset(self) -> bool:
@@ -252,9 +265,11 @@ class SchedulerSide:
         return self.kv.reset()
 
     def close(self) -> None:
-        """What is in host memory goes to the disk, within a bound; then everything is given back."""
-        if self._halves is not None:
-            self._halves.close()
+        """What is in host memory goes to the disk, within a bound; then everything is given back. Idempotent."""
+        halves, self._halves = self._halves, None
+        if halves is None:
+            return
+        halves.close()
         if self._events is not None:
             self._events.close()
         self.store.flush(4.0)
@@ -263,12 +278,14 @@ class SchedulerSide:
     # ---- parts of it ---------------------------------------------------------------------------------------------
 
     def _take_results(self, results: Sequence[CopyResult]) -> None:
-        ended = {result.job_id for result in results if self._has_ended(result)}
-        self._take_outcomes(self.kv.complete(results))
-        for job_id in ended:
-            load, num_blocks, _ = self._jobs.pop(job_id)
-            load.num_copying -= num_blocks
-            self._end_load(load)
+        ended = [load for result in results if (load := self._jobs.end(result)) is not None]
+        try:
+            self._take_outcomes(self.kv.complete(results))
+        finally:
+            for load in ended:
+                if not load.num_copying and load.num_good is None:  # its outcome was lost
+                    load.num_good = 0
+                self._end_load(load)
 
     def _note_table(self, request: Request, ids: Sequence[int]) -> None:
         """Blocks that are known to hold anything but what they are to hold for this request were handed out anew."""
@@ -294,8 +311,9 @@ class SchedulerSide:
 
     def _end_load(self, load: Load) -> None:
         """Tell the workers once no copy writes its blocks any more and it is known which hold their bytes."""
-        if load.num_copying or load.num_good is None:
+        if load.num_copying or load.num_good is None or load.is_told:
             return
+        load.is_told = True  # once: vLLM's engine ends at a load that is told twice
         self._landed.append(Landed(load.request_id, load.blocks[load.num_good :]))
         for block_id in load.blocks:
             if self._loads.get(block_id) is load:
@@ -318,21 +336,16 @@ class SchedulerSide:
                 continue
             load = live.load
             load.num_good = 0 if outcome.is_abandoned else outcome.num_landed
+            if outcome.is_abandoned and load.num_copying:
+                logger.error(
+                    "request %s: the copies of %d of its blocks have not ended within their time; it is computed when "
+                    "they have, for until then they may write its blocks",
+                    outcome.request_id,
+                    load.num_copying,
+                )
             if load.num_good:
                 self.kv.publish(outcome.request_id, outcome.first_block, load.blocks[: load.num_good])
             self._end_load(load)
-
-    def _has_ended(self, result: CopyResult) -> bool:
-        """Whether this was the last worker to tell of a load's job."""
-        found = self._jobs.get(result.job_id)
-        if found is None:
-            return False
-        found[2].add(result.rank)
-        return len(found[2]) == self._num_ranks
-
-    def _note_job(self, job: CopyJob) -> None:
-        if job.direction is CopyDirection.RESTORE and (load := self._loads.get(job.block_ids[0])) is not None:
-            self._jobs[job.job_id] = (load, len(job.block_ids), set())
 
     def _check_preempted(self, live: Live) -> None:
         """It begins again, if it was preempted: vLLM may ask for it anew in the very step that it names it in."""
@@ -381,6 +394,3 @@ class SchedulerSide:
         ids = self._manager.get_block_ids(live.request.request_id)[0]
         self.kv.publish(live.request.request_id, live.num_published, ids[live.num_published : num_full])
         live.num_published = num_full
-
-    def _first_waiting(self) -> list[Request]:
-        return [self._live[name].request for name in islice(self._waiting, MAX_LOOKED_WAITING)]

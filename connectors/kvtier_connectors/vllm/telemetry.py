@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -72,6 +73,11 @@ class Telemetry:
         self._sent_at = clock.now() - PERIOD_S
         self._was_busy = False
 
+    @property
+    def owes_last(self) -> bool:
+        """Whether the moment after the last request and copy is yet to be sent."""
+        return self._was_busy
+
     def is_due(self, *, is_idle: bool) -> bool:
         """Whether a moment is to be sent now. is_idle: no request and no copy is left."""
         now = self._clock.now()
@@ -98,7 +104,11 @@ class KVTierMetrics(KVConnectorPromMetrics):
         self._last: dict[tuple[int, str, tuple[str, ...]], float] = {}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        told = {(engine_idx, name, tuple(labels)): value for name, labels, value in transfer_stats_data["samples"]}
+        told = {
+            (engine_idx, name, tuple(labels)): value
+            for name, labels, value in transfer_stats_data.get("samples", ())
+            if name in self._metrics and isfinite(value) and value >= 0  # a frontend does not end for a wrong number
+        }
         gone = [key for key in self._last if key[0] == engine_idx and key not in told]
         for key, value in (told | dict.fromkeys(gone, 0.0)).items():
             self._set(key, value)

@@ -37,8 +37,10 @@ class PromptWork:
         self._under_way[serial] = (tokens + num_tokens, pairs + num_tokens * (start + num_tokens / 2))
 
     def end(self, serial: int) -> None:
-        """The step ended."""
+        """The step ended, and with it those before."""
         tokens, pairs = self._under_way.pop(serial, NOTHING)
+        for earlier in [known for known in self._under_way if known < serial]:
+            del self._under_way[earlier]
         is_telling, self._is_warm = tokens >= MIN_TOKENS and self._is_warm, self._is_warm or tokens >= MIN_TOKENS
         if not is_telling:
             tokens, pairs = NOTHING

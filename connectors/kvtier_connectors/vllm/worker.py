@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -14,14 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtier.executor import ThreadExecutor
 from kvtier.memory import PoolMemory
-from kvtier_connectors.contract import CopyDirection, CopyFailure, CopyResult, TransferPlan
+from kvtier_connectors.contract import CopyDirection, CopyFailure, CopyJob, CopyResult, TransferPlan
 from kvtier_connectors.faults import CAUGHT
 from kvtier_connectors.vllm.device import Device
 from kvtier_connectors.vllm.messages import HostAddress, StepPlan, StepReport
 from kvtier_connectors.vllm.pages import Pages
-from kvtier_connectors.worker import MAX_QUEUED_JOBS, KVTierWorker
+from kvtier_connectors.worker import KVTierWorker
 
 __all__ = ["WorkerSide"]
 
@@ -30,6 +29,7 @@ logger = logging.getLogger("kvtier.vllm")
 IDLE_S = 0.002
 """How long a step that computes nothing waits at most for the first copy that ends: vLLM would only ask again, and so
 keep the copying thread from its work."""
+PIN_JOIN_S = 1.0
 FENCE_S = 0.25
 """How long a step waits at most for copies of what it overwrites: hundreds of blocks take a few milliseconds."""
 
@@ -47,10 +47,14 @@ class WorkerSide:
         self._worker: KVTierWorker | None = None
         self._memory: PoolMemory | None = None
         self._is_pinned = threading.Event()
-        """Set by the copying thread. Until then nothing is stored: no step waits for a copy that waits for this."""
+        """Until then nothing is stored: no step waits for a copy that is slow for want of it. Loads are not waited for
+        by steps."""
+        self._pinning: threading.Thread | None = None
         self._serial = 0
         self._is_idle = False
-        self._num_copying = 0
+        self._outstanding: set[int] = set()
+        """Jobs that the copying thread was given and has not told the end of."""
+        self._told: set[str] = set()
         self._results: list[CopyResult] = []
         self._late: set[int] = set()
         """Jobs that a forward could not wait for: what they copied may be anything."""
@@ -70,12 +74,18 @@ class WorkerSide:
         for landed in plan.landed:
             self._received.add(landed.request_id)
             self._lost.update(landed.lost)
-        if plan.serial == 1:
-            self._prepare(plan.host)
-        # A load may go to blocks whose old content is to be stored first: the copying thread does loads before stores.
-        self._submit(plan, CopyDirection.STORE)
-        self._await(set(plan.fence))
-        self._submit(plan, CopyDirection.RESTORE)
+        unsubmitted = {job.job_id: job for job in plan.jobs}
+        try:
+            copier = self._copier(plan.host)
+            # A load may go to blocks whose old content is to be stored first: the copying thread does loads before
+            # stores.
+            self._submit(copier, unsubmitted, CopyDirection.STORE)
+            self._await(set(plan.fence))
+            self._submit(copier, unsubmitted, CopyDirection.RESTORE)
+        except CAUGHT as error:
+            self._report(error, len(unsubmitted))
+        finally:  # what is not told would be waited for without end
+            self._fail(unsubmitted, CopyFailure.RAISED)
 
     def take_received(self) -> set[str]:
         """Requests whose load is over, each once."""
@@ -90,49 +100,51 @@ class WorkerSide:
 
     def report(self) -> StepReport:
         """What the last step came to, for the scheduler half."""
-        is_waiting = self._is_idle and self._num_copying and not self._results
+        is_waiting = self._is_idle and self._outstanding and not self._results
         self._take_results(IDLE_S if is_waiting else 0.0)
         results, self._results = self._results, []
         return StepReport(self._serial, results)
 
     def close(self) -> None:
+        """Idempotent."""
         if self._worker is not None:
             self._worker.close(1.0)
+        if self._pinning is not None:
+            self._pinning.join(PIN_JOIN_S)
+            if self._pinning.is_alive():
+                return  # the driver walks the mapping: it stays for the life of the process
+            self._known_device.unpin()
         if self._memory is not None:
             self._memory.close()
 
-    def _prepare(self, host: HostAddress) -> None:
-        """Map the host pool before there is anything to copy: its pages are entered meanwhile."""
-        try:
-            self._copier(host)
-        except CAUGHT:  # each copy tries again, and tells that it failed
-            logger.exception("the host pool could not be mapped")
-
-    def _submit(self, plan: StepPlan, direction: CopyDirection) -> None:
+    def _submit(self, copier: KVTierWorker, unsubmitted: dict[int, CopyJob], direction: CopyDirection) -> None:
+        """Give the copying thread the jobs of one direction, and take them out of those that are not submitted."""
         shift = self._rank * self._pages.rank_bytes
-        jobs = tuple(
-            replace(job, offsets=tuple(offset + shift for offset in job.offsets))
-            for job in plan.jobs
-            if job.direction is direction
-        )
-        if not jobs:
+        jobs = [job for job in unsubmitted.values() if job.direction is direction]
+        if jobs and direction is CopyDirection.STORE and not self._is_pinned.is_set():
+            self._fail({job.job_id: unsubmitted.pop(job.job_id) for job in jobs}, CopyFailure.BACKLOG)
             return
-        try:
-            copier = self._copier(plan.host)
-            if direction is CopyDirection.STORE and not self._is_pinned.is_set():
-                self._results += [CopyResult(job.job_id, (), CopyFailure.BACKLOG, rank=self._rank) for job in jobs]
-                return
-            copier.submit(TransferPlan(jobs, 0), self._known_device.written())
-            self._num_copying += len(jobs)
-        except CAUGHT:  # what is not told would be waited for without end
-            logger.exception("%d copies could not be begun", len(jobs))
-            failed = [CopyResult(job.job_id, (), CopyFailure.RAISED, rank=self._rank) for job in jobs]
-            self._results += failed
+        written = self._known_device.written() if jobs else None
+        for job in jobs:
+            mine = replace(job, offsets=tuple(offset + shift for offset in job.offsets))
+            copier.submit(TransferPlan((mine,), 0), written)
+            del unsubmitted[job.job_id]
+            self._outstanding.add(job.job_id)
+
+    def _fail(self, jobs: Iterable[int], failure: CopyFailure) -> None:
+        self._results += [CopyResult(job_id, (), failure, rank=self._rank) for job_id in jobs]
+
+    def _report(self, error: BaseException, num_jobs: int) -> None:
+        """The first of each kind with its trace."""
+        if type(error).__name__ not in self._told:
+            self._told.add(type(error).__name__)
+            logger.error("%d copies could not be begun: %s", num_jobs, error, exc_info=error)
 
     def _await(self, fence: set[int]) -> None:
-        """Let the copies end whose sources the forward will write, within a bound."""
-        deadline = time.monotonic() + FENCE_S
-        fence -= {result.job_id for result in self._results}
+        """Let the copies end whose sources the forward will write, within a bound. Not while one is late already: who
+        copies hangs, and every step would wait for as long."""
+        deadline = time.monotonic() + (0.0 if self._late else FENCE_S)
+        fence &= self._outstanding
         while fence and (left := deadline - time.monotonic()) > 0:
             fence -= {result.job_id for result in self._take_results(left)}
         self._late |= fence
@@ -143,8 +155,9 @@ class WorkerSide:
             replace(result, copied=(), failure=CopyFailure.RAISED) if result.job_id in self._late else result
             for result in results
         ]
-        self._late -= {result.job_id for result in results}
-        self._num_copying -= len(results)
+        ended = {result.job_id for result in results}
+        self._late -= ended
+        self._outstanding -= ended
         self._results += told
         return told
 
@@ -153,14 +166,13 @@ class WorkerSide:
             device = self._known_device
             # A second mapping in the scheduler's process too: its pages are there already, and are only to be entered.
             self._memory = memory = PoolMemory(host.num_bytes, fd=_open(host), touch=not device.is_gpu)
-            executor = ThreadExecutor("kvtier-copy", MAX_QUEUED_JOBS)
             if device.is_gpu:
-                executor.try_submit(partial(self._pin, device, memory.buffer), urgent=True)
+                pin = partial(self._pin, device, memory.buffer)
+                self._pinning = threading.Thread(target=pin, name="kvtier-pin", daemon=True)
+                self._pinning.start()
             else:
                 self._is_pinned.set()
-            self._worker = KVTierWorker(
-                device.planes, memory.buffer, executor=executor, backend=device.backend, rank=self._rank
-            )
+            self._worker = KVTierWorker(device.planes, memory.buffer, backend=device.backend, rank=self._rank)
         return self._worker
 
     def _pin(self, device: Device, memory: npt.NDArray[np.uint8]) -> None:

@@ -66,7 +66,7 @@ MUTANTS: list[Mutant] = [
         file=STORING,
         old="return 0 if self._abandoned else len(self._due)",
         new="return 0",
-        tests=("tests/connectors/test_storing.py::*has_copies*",),
+        tests=("tests/connectors/test_storing.py::*has_stores*",),
     ),
     Mutant(
         name="an engine steps for ever for blocks that cannot be copied",
@@ -74,6 +74,6 @@ MUTANTS: list[Mutant] = [
         file=STORING,
         old="return 0 if self._abandoned else len(self._due)",
         new="return len(self._due)",
-        tests=("tests/connectors/test_storing.py::*has_copies*",),
+        tests=("tests/connectors/test_storing.py::*has_stores*",),
     ),
 ]
