@@ -10,14 +10,12 @@ Each figure is a step's time beside that of another number of requests, measured
 
 from __future__ import annotations
 
-import argparse
-import json
-import logging
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
+from benchmarks import command
 from kvtier_connectors.bench.figures import Figure, measure_pairs
 from kvtier_engine import BatchItem, SamplingParams
 from kvtier_engine.testing.disk import DiskRig
@@ -105,37 +103,13 @@ def measure(figure: str, scene: tuple[int, int], base: tuple[int, int], runs: in
                 each.close()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.scheduler_step",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    parser.add_argument("--runs", type=int, default=9, help="pairs of measurements a figure, at most 15")
-    arguments = parser.parse_args()
-    if not 1 <= arguments.runs <= 15:
-        parser.error(f"--runs must be from 1 to 15, not {arguments.runs}")
-    logging.disable(logging.WARNING)
-    figures = [
-        measure("step.waiting_500", (500, 1), (1, 1), arguments.runs),
-        measure("step.waiting_10000", (10_000, 1), (500, 1), arguments.runs),
-        measure("step.active_64", (1, 64), (1, 1), arguments.runs),
+def measure_all(runs: int) -> list[Figure]:
+    return [
+        measure("step.waiting_500", (500, 1), (1, 1), runs),
+        measure("step.waiting_10000", (10_000, 1), (500, 1), runs),
+        measure("step.active_64", (1, 64), (1, 1), runs),
     ]
-    missed = 0
-    for figure in figures:
-        what, bar = BARS[figure.figure]
-        missed += bar is not None and figure.ratio > bar
-        if arguments.json:
-            print(json.dumps(figure.as_json()))
-        else:
-            bound = "" if bar is None else f" (bar {bar:g})"
-            print(
-                f"{figure.figure:20} {figure.value * 1e6:8.1f} us beside {figure.limit * 1e6:8.1f} us: "
-                f"{figure.ratio:.2f}{bound}  {what}"
-            )
-    raise SystemExit(1 if missed else 0)
 
 
 if __name__ == "__main__":
-    main()
+    command.run("scheduler_step", __doc__, measure_all, BARS, runs=9, unit="us")

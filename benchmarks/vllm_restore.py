@@ -18,10 +18,7 @@ measured in turn. In vLLM's own environment (`make bench-vllm` makes it):
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
-import logging
 import os
 import random
 import statistics
@@ -43,6 +40,7 @@ from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.v1.request import Request
 
+from benchmarks import command
 from kvtier.reasons import DropReason
 from kvtier_connectors.bench.figures import Figure, steady
 from kvtier_connectors.contract import CopyDirection
@@ -57,7 +55,7 @@ DECODED = 40
 MATCHED_BLOCKS = 8192
 SHAPE = "SmolLM2-135M, 32-token blocks"
 
-BARS = {
+BARS: dict[str, tuple[str, float | None]] = {
     "vllm.ttft_beside_local_hit": ("first token, restored; beside vLLM's own cache", 1.3),
     "vllm.ttft_beside_cold": ("first token, restored; beside computed", 0.4),
     "vllm.load": ("the load; beside ExampleConnector's", 0.5),
@@ -319,31 +317,5 @@ def measure(runs: int) -> list[Figure]:
     return [*figures, load]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.vllm_restore",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    parser.add_argument("--runs", type=int, default=7, help="of each measurement, at most 15")
-    arguments = parser.parse_args()
-    if not 1 <= arguments.runs <= 15:
-        parser.error(f"--runs must be from 1 to 15, not {arguments.runs}")
-    logging.disable(logging.WARNING)
-    missed = 0
-    for figure in measure(arguments.runs):
-        what, bar = BARS[figure.figure]
-        missed += figure.ratio > bar
-        if arguments.json:
-            print(json.dumps(figure.as_json() | {"bar": bar}))
-        else:
-            print(
-                f"{figure.figure:28} {figure.value * 1e3:9.3f} ms beside {figure.limit * 1e3:9.3f} ms: "
-                f"{figure.ratio:.3f} (bar {bar:g}{', missed' if figure.ratio > bar else ''})  {what}"
-            )
-    raise SystemExit(1 if missed else 0)
-
-
 if __name__ == "__main__":
-    main()
+    command.run("vllm_restore", __doc__, measure, BARS, runs=7, unit="ms")

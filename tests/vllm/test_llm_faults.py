@@ -36,6 +36,11 @@ def push_out(drive: Drive) -> None:
         drive.ask(tokens, 1)
 
 
+def always(lost: set[int]) -> Callable[[int], set[int]]:
+    """These blocks of every job."""
+    return lambda _: lost
+
+
 def test_whatever_part_of_a_load_fails_the_answer_is_right(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make_llm(**SMALL, kv_transfer_config=with_kvtier())
     drive = Drive(llm)
@@ -45,7 +50,7 @@ def test_whatever_part_of_a_load_fails_the_answer_is_right(make_llm: MakeLLM, mo
     for lost in ({0}, {NUM_FULL // 2}, {NUM_FULL - 1}, set(range(NUM_FULL))):
         push_out(drive)
         with monkeypatch.context() as patch:
-            failing = FailingCopies(drive, patch, lambda _, lost=lost: lost)  # type: ignore[misc]
+            failing = FailingCopies(drive, patch, always(lost))
             check_same(drive.ask(PROMPTS[0]), hit)
             assert failing.num_failed == {CopyDirection.RESTORE: len(lost)}
         again = drive.ask(PROMPTS[0])

@@ -232,6 +232,8 @@ def test_an_exception_within_the_worker_strands_nobody(
     fail_once(*owner_of(worker(rig), name), monkeypatch)
     rig.run()
     assert rig.finished["again"] == "length"
+    assert rig.worker._errors == {("_begin_step", "RuntimeError")}
+    rig.worker._errors.clear()
     verify_quiet(rig)
 
 
@@ -303,6 +305,8 @@ def test_a_worker_that_cannot_copy_strands_nobody(open_rig: OpenRig, monkeypatch
     rig.add_request("again", prompt(100, 16), 2)
     rig.run()
     assert rig.finished["again"] == "length"
+    assert rig.worker._errors == {("_begin_step", "RuntimeError")}
+    rig.worker._errors.clear()
     verify_quiet(rig)
 
 

@@ -267,15 +267,12 @@ def _check_supported(vllm_config: VllmConfig) -> None:
         "asynchronous scheduling (start vLLM with --no-async-scheduling)": bool(scheduler.async_scheduling),
         "speculative decoding": vllm_config.speculative_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "context parallelism": max(parallel.decode_context_parallel_size, _prefill_context_parallel_size(parallel)) > 1,
+        "context parallelism": parallel.decode_context_parallel_size > 1
+        or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
         "sleep mode, in which the KV cache loses its bytes": bool(vllm_config.model_config.enable_sleep_mode),
     }
     if unsupported := [what for what, is_used in found.items() if is_used]:
         raise ConfigError(f"kvtier does not support {', '.join(unsupported)} yet")
-
-
-def _prefill_context_parallel_size(parallel: Any) -> int:
-    return int(getattr(parallel, "prefill_context_parallel_size", 1))
 
 
 def _check_version(version: str) -> None:

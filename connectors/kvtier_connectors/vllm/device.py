@@ -110,5 +110,5 @@ class _Recorded:
         while not self._event.query():
             if time.monotonic() > deadline:
                 return False
-            time.sleep(POLL_S)
+            time.sleep(POLL_S)  # on the copying thread: the driver's own wait has no bound
         return True

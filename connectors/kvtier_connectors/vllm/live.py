@@ -13,7 +13,6 @@ from kvtier_connectors.contract import CopyDirection, CopyJob, CopyResult
 
 __all__ = ["ABORTED", "Live", "Load", "LoadJobs", "StepLimits"]
 
-
 ABORTED = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
 """Of what such a request computed last it is not known whether it counts."""
 

@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Sequence
 from itertools import islice
-from typing import cast
 
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.block_pool import BlockPool
@@ -86,7 +85,8 @@ class SchedulerSide:
         self._busy_until = 0.0
         self._work = PromptWork(self.store.clock)
         self._telemetry = Telemetry(self.store.clock)
-        self._has_events, self._events = has_events, cast("HostEvents | None", None)
+        self._has_events = has_events
+        self._events: HostEvents | None = None
 
     def bind(self, manager: KVCacheManager, pool: BlockPool) -> None:
         """vLLM's block tables and pool exist now."""

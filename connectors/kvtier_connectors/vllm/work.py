@@ -41,9 +41,10 @@ class PromptWork:
         tokens, pairs = self._under_way.pop(serial, NOTHING)
         for earlier in [known for known in self._under_way if known < serial]:
             del self._under_way[earlier]
-        is_telling, self._is_warm = tokens >= MIN_TOKENS and self._is_warm, self._is_warm or tokens >= MIN_TOKENS
-        if not is_telling:
+        is_large = tokens >= MIN_TOKENS
+        if not (is_large and self._is_warm):
             tokens, pairs = NOTHING
+        self._is_warm |= is_large
         self._ended = (tokens, pairs, max(0.0, self._clock.now() - self._began_at))
 
     def take(self, backlog_tokens: int) -> StepWork:

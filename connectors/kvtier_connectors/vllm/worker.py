@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -16,7 +15,6 @@ import torch
 
 from kvtier.memory import PoolMemory
 from kvtier_connectors.contract import CopyDirection, CopyFailure, CopyJob, CopyResult, TransferPlan
-from kvtier_connectors.faults import CAUGHT
 from kvtier_connectors.vllm.device import Device
 from kvtier_connectors.vllm.messages import HostAddress, StepPlan, StepReport
 from kvtier_connectors.vllm.pages import Pages
@@ -24,12 +22,11 @@ from kvtier_connectors.worker import KVTierWorker
 
 __all__ = ["WorkerSide"]
 
-logger = logging.getLogger("kvtier.vllm")
-
 IDLE_S = 0.002
 """How long a step that computes nothing waits at most for the first copy that ends: vLLM would only ask again, and so
 keep the copying thread from its work."""
 PIN_JOIN_S = 1.0
+"""How long an end waits at most for the driver to have pinned host memory."""
 FENCE_S = 0.25
 """How long a step waits at most for copies of what it overwrites: hundreds of blocks take a few milliseconds."""
 
@@ -54,7 +51,6 @@ class WorkerSide:
         self._is_idle = False
         self._outstanding: set[int] = set()
         """Jobs that the copying thread was given and has not told the end of."""
-        self._told: set[str] = set()
         self._results: list[CopyResult] = []
         self._late: set[int] = set()
         """Jobs that a forward could not wait for: what they copied may be anything."""
@@ -67,7 +63,7 @@ class WorkerSide:
         self._device.prove()
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Queue the plan's copies, once however often it is told."""
+        """Queue the plan's copies, once however often it is told. Whatever it raises, each is told the end of."""
         if plan.serial <= self._serial:
             return
         self._serial, self._is_idle = plan.serial, plan.is_idle
@@ -82,8 +78,6 @@ class WorkerSide:
             self._submit(copier, unsubmitted, CopyDirection.STORE)
             self._await(set(plan.fence))
             self._submit(copier, unsubmitted, CopyDirection.RESTORE)
-        except CAUGHT as error:
-            self._report(error, len(unsubmitted))
         finally:  # what is not told would be waited for without end
             self._fail(unsubmitted, CopyFailure.RAISED)
 
@@ -108,11 +102,11 @@ class WorkerSide:
     def close(self) -> None:
         """Idempotent."""
         if self._worker is not None:
-            self._worker.close(1.0)
+            self._outstanding -= {result.job_id for result in self._worker.close(1.0)}
         if self._pinning is not None:
             self._pinning.join(PIN_JOIN_S)
-            if self._pinning.is_alive():
-                return  # the driver walks the mapping: it stays for the life of the process
+            if self._pinning.is_alive() or self._outstanding:
+                return  # the driver, or a copy that hangs, has the mapping: it stays for the life of the process
             self._known_device.unpin()
         if self._memory is not None:
             self._memory.close()
@@ -133,12 +127,6 @@ class WorkerSide:
 
     def _fail(self, jobs: Iterable[int], failure: CopyFailure) -> None:
         self._results += [CopyResult(job_id, (), failure, rank=self._rank) for job_id in jobs]
-
-    def _report(self, error: BaseException, num_jobs: int) -> None:
-        """The first of each kind with its trace."""
-        if type(error).__name__ not in self._told:
-            self._told.add(type(error).__name__)
-            logger.error("%d copies could not be begun: %s", num_jobs, error, exc_info=error)
 
     def _await(self, fence: set[int]) -> None:
         """Let the copies end whose sources the forward will write, within a bound. Not while one is late already: who

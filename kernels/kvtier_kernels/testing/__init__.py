@@ -13,7 +13,7 @@ from kvtier_kernels.testing.moves import (
     verify_round_trip,
     verify_scatter,
 )
-from kvtier_kernels.testing.pools import LAYOUTS, Pool, PoolShape, pool_shapes
+from kvtier_kernels.testing.pools import LAYOUTS, Pool, PoolShape, View, pool_shapes
 from kvtier_kernels.testing.refusals import BAD_CALLS, BadCall, verify_refused
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "BadCall",
     "Pool",
     "PoolShape",
+    "View",
     "host_for",
     "id_lists",
     "pool_shapes",
