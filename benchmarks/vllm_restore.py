@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 # vLLM reads them when it is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -43,7 +44,8 @@ from vllm.v1.request import Request
 from benchmarks import command
 from kvtier.reasons import DropReason
 from kvtier_connectors.bench.figures import Figure, steady
-from kvtier_connectors.contract import CopyDirection
+from kvtier_connectors.contract import CopyDirection, TransferPlan, WriteFence
+from kvtier_connectors.worker import KVTierWorker
 from kvtier_engine.weights import ensure_default_model
 from tests.vllm.scheduler_rig import SchedulerRig
 
@@ -177,16 +179,13 @@ def measure_first_tokens(engine: Engine, runs: int, loads: list[float]) -> list[
 def load_times(engine: Engine, found: list[float]) -> Iterator[None]:
     """Of each load, from when the copying thread is given it to when the worker tells that it is over."""
     begun_at = 0.0
-    side = engine.halves["worker"].worker_side
+    submit = KVTierWorker.submit
 
-    def submitted(call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(plan: Any, direction: CopyDirection) -> None:
-            nonlocal begun_at
-            if direction is CopyDirection.RESTORE and any(job.direction is direction for job in plan.jobs):
-                begun_at = time.perf_counter()
-            call(plan, direction)
-
-        return timed
+    def submitted(worker: KVTierWorker, plan: TransferPlan, written: WriteFence | None) -> None:
+        nonlocal begun_at
+        if any(job.direction is CopyDirection.RESTORE for job in plan.jobs):
+            begun_at = time.perf_counter()
+        submit(worker, plan, written)
 
     def finished(call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(finished_req_ids: set[str]) -> Any:
@@ -197,7 +196,10 @@ def load_times(engine: Engine, found: list[float]) -> Iterator[None]:
 
         return timed
 
-    with wrapped(side, "_submit", submitted), wrapped(engine.halves["worker"], "get_finished", finished):
+    with (
+        mock.patch.object(KVTierWorker, "submit", submitted),
+        wrapped(engine.halves["worker"], "get_finished", finished),
+    ):
         yield
 
 
