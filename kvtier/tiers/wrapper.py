@@ -19,6 +19,7 @@ class TierWrapper(Tier):
     def __init__(self, tier: Tier) -> None:
         self._inner = tier
         self.name = tier.name
+        self.is_remote = tier.is_remote
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._inner!r})"
@@ -27,6 +28,9 @@ class TierWrapper(Tier):
     def inner(self) -> Tier:
         """The tier within, which may be a wrapper too."""
         return self._inner
+
+    def probe(self) -> None:
+        self._inner.probe()
 
     @property
     def epoch(self) -> int:
