@@ -37,6 +37,7 @@ from functools import cache
 from unittest.mock import patch
 
 from kvtier.keys import make_key
+from kvtier.reasons import MissReason
 from kvtier.restore import RestoreDecision, RestoreEpisode, RestorePhase, TierPart
 from kvtier.tiers.base import WriteRequest
 from kvtier_connectors import restoring
@@ -108,8 +109,10 @@ class AlwaysRestore(RestoreDecision):
     def observe_prefill(self, num_tokens: int, num_pairs: float, seconds: float) -> None:
         pass
 
-    def answered(self, episode: RestoreEpisode, parts: Sequence[TierPart]) -> RestorePhase:
-        phase = super().answered(episode, parts)
+    def answered(
+        self, episode: RestoreEpisode, parts: Sequence[TierPart], unanswered: MissReason | None = None
+    ) -> RestorePhase:
+        phase = super().answered(episode, parts, unanswered)
         if phase is RestorePhase.STAGING:
             episode.is_blind = False  # it is never decided anew
             episode.limit(self.wait_s, math.inf)

@@ -129,11 +129,16 @@ class Breaker:
         with self._lock:
             return self._next_probe_in_s(self._clock.now()) <= 0
 
-    def try_acquire(self) -> Permit | None:
-        """Leave for one call, or None where it is refused."""
+    @property
+    def is_closed(self) -> bool:
+        """Whether every call is let through. Never blocks."""
+        return self._opened_at is None
+
+    def try_acquire(self, *, may_probe: bool = True) -> Permit | None:
+        """Leave for one call, or None where it is refused. may_probe: whether it would do as the probe."""
         with self._lock:
             now = self._clock.now()
-            if self._next_probe_in_s(now) > 0:
+            if self._next_probe_in_s(now) > 0 or not (may_probe or self._opened_at is None):
                 self._refused += 1
                 return None
             permit = Permit(self, self._generation)

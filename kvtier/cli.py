@@ -125,7 +125,7 @@ def _config(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON
     pool_bytes = loaded.settings.host.pool_bytes(memory)
     values = {
         f"{section}.{name}": value
-        for section, group in loaded.settings.model_dump().items()
+        for section, group in loaded.settings.model_dump(mode="json").items()
         for name, value in group.items()
     }
     if as_json:
@@ -145,8 +145,10 @@ def _config(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON
 
 def _as_written(value: object) -> str:
     """A setting's value as the environment would give it."""
-    if isinstance(value, tuple):
-        return os.pathsep.join(value) or "none"
+    if isinstance(value, list):
+        return ("," if any("://" in item for item in value) else os.pathsep).join(value) or "none"
+    if value in (None, ""):
+        return "none"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -254,6 +254,10 @@ class RestoreEpisode:
             self.waited_s += seconds
         return seconds
 
+    def is_time_over(self, now: float) -> bool:
+        """Whether the wait under way has taken all of its time; there is none in a phase without a deadline."""
+        return self.watch is None or self.watch.has_reached(now, self.allowed_s)
+
     @property
     def time_over(self) -> MissReason:
         """Why the wait under way, or the last one, ends when it takes all of its time."""

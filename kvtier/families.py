@@ -37,6 +37,10 @@ GAUGES = frozenset(
         "capacity_bytes",
         "queued_bytes",
         "available",
+        "connections",
+        "known_blocks",
+        "nodes",
+        "server_used_bytes",
         "modes",
         "read_only",
         "active_waits",
@@ -53,6 +57,9 @@ LABELS = {
     "fallbacks": "reason",
     "reads": "outcome",
     "writes": "outcome",
+    "questions": "outcome",
+    "refusals": "reply",
+    "nodes": "address",
     "modes": "directory",
     "read_only": "directory",
     "decisions": "outcome",
@@ -70,7 +77,7 @@ HELP = {
     "restoring_seconds": "seconds that restores waited for lookups, tiers and copies",
 }
 """What the name of a field does not say."""
-WORDS = {"modes": "mode", "read_only": "reason"}
+WORDS = {"modes": "mode", "read_only": "reason", "nodes": "role"}
 
 
 class Snapshot(Protocol):

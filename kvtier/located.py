@@ -8,22 +8,39 @@ from typing import Protocol
 
 from kvtier.executor import Executor
 from kvtier.index import BlockState
-from kvtier.keys import BlockDigest, make_key
+from kvtier.keys import BlockDigest, Key, make_key
 from kvtier.pool import Owner
 from kvtier.tiers.base import Tier
 from kvtier.tiers.host import HostTier
 
-__all__ = ["Located", "Source", "lease_held", "locate"]
+__all__ = ["Located", "Source", "is_known", "lease_held", "locate"]
 
 FIRST_LOOK = 64
 """Blocks asked for first; each next time four times as many, so that a prompt of which nothing is here costs little."""
 
 
 class Source(Protocol):
-    """A lower tier as staging needs it: the tier, its threads, and whether it can be asked now."""
+    """A lower tier as staging needs it: the tier, its threads, what it holds, and whether it can be asked now."""
+
+    @property
+    def name(self) -> str: ...
 
     @property
     def tier(self) -> Tier: ...
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether it must be asked to be known, by a `Question`."""
+
+    def held(self, keys: Sequence[Key]) -> list[bool]:
+        """Which blocks it holds, as far as is known. Pure and quick: the engine's thread asks."""
+
+    def look(self, keys: Sequence[Key]) -> list[bool] | None:
+        """Ask a remote one, and remember the answer; None where there is none. Blocks."""
+
+    @property
+    def asking(self) -> Executor:
+        """For questions."""
 
     @property
     def executor(self) -> Executor: ...
@@ -38,12 +55,13 @@ class Located:
     """Where the leading blocks of a prompt were when it was looked up: what a stage can begin with.
 
     sources: for each the lower tier to read it from, or None: it is in host memory, or somebody copies it there.
-    num_host: leading blocks that were in host memory.
+    num_host: leading blocks that were in host memory. is_cut: the next one may be held too: a stage takes no more.
     """
 
     digests: Sequence[BlockDigest]
     sources: Sequence[Source | None]
     num_host: int
+    is_cut: bool = False
 
     def first(self, count: int) -> Located:
         return Located(self.digests[:count], self.sources[:count], min(self.num_host, count))
@@ -73,7 +91,17 @@ def locate(
             found.append(source)
         num_gone = len(asked) - len(here)
         step *= 4
-    return Located(digests[: len(found)], found, num_host)
+    return Located(digests[: len(found)], found, num_host, is_full)
+
+
+def is_known(host: HostTier, lower: Sequence[Source], namespace: bytes, digests: Sequence[BlockDigest]) -> list[bool]:
+    """Which blocks are in host memory, or on their way there, or known to be in a lower tier."""
+    known = [state is not None for state in host.states(namespace, digests)]
+    keys = [make_key(namespace, digest) for digest in digests]
+    for source in lower:
+        if source.is_available:
+            known = [is_here or is_there for is_here, is_there in zip(known, source.held(keys), strict=True)]
+    return known
 
 
 def _locate(
@@ -86,7 +114,7 @@ def _locate(
         unclaimed = [index for index in missing if index not in holders]
         if not unclaimed or not source.is_available:
             continue
-        held = source.tier.contains([make_key(namespace, digests[index]) for index in unclaimed])
+        held = source.held([make_key(namespace, digests[index]) for index in unclaimed])
         holders |= {index: source for index, is_held in zip(unclaimed, held, strict=True) if is_held}
     gaps = (index for index in missing if states[index] is None and index not in holders)
     return [holders.get(index) for index in range(next(gaps, len(digests)))]

@@ -5,30 +5,28 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 
 from kvtier.breaker import Breaker
 from kvtier.clock import Clock
-from kvtier.config import DiskSettings
 from kvtier.errors import TierError
 from kvtier.executor import Executor, ThreadExecutor
-from kvtier.keys import BlockDigest, make_key
-from kvtier.metrics import DiskStats
+from kvtier.keys import BlockDigest, Key, make_key
+from kvtier.metrics import LowerStats, RemoteStats
+from kvtier.opened import OpenedTier
 from kvtier.pool import HostPool
 from kvtier.tiers.base import Tier
 from kvtier.tiers.guarded import GuardedTier
 from kvtier.tiers.host import HostTier
+from kvtier.tiers.known import KnownBlocks
 from kvtier.tiers.metered import MeteredTier
 from kvtier.tiers.throttled import ThrottledTier
+from kvtier.tiers.watched import OnGone, OnStored, WatchedTier
 from kvtier.writebehind import WriteBehind
 
-if TYPE_CHECKING:
-    from kvtier.tiers.disk import DiskTier, Files
-
-__all__ = ["LowerTier", "open_disk"]
+__all__ = ["LowerTier"]
 
 logger = logging.getLogger("kvtier.store")
 
@@ -43,62 +41,53 @@ MIN_CLOSE_S = 0.5
 MAX_USES = 256  # prompts whose uses wait to be noted; beyond it the oldest are forgotten
 
 
-def open_disk(settings: DiskSettings, clock: Clock, files: Files | None = None) -> DiskTier:
-    """The disk tier of these settings, recovered from what its directories hold. Blocks on I/O; raises ConfigError."""
-    from kvtier.tiers.disk import DiskTier  # and with it lz4 and xxhash, which a store without a disk needs not
-
-    return DiskTier(
-        [Path(path).expanduser() for path in settings.path],
-        settings.size,
-        min_free_bytes=settings.min_free,
-        codec=settings.codec,
-        clock=clock,
-        files=files,
-    )
-
-
 class LowerTier:
-    """Owns one tier below host memory: its wrappers, its executor, its write-behind queue.
+    """Owns one tier below host memory: its wrappers, its executors, its write-behind queue.
 
-    Reads come from the stager, writes from the queue, both on the executor's threads. Any thread may call; `flush`,
-    `start_epoch` and `close` wait within bounds and are not for the engine's step.
+    Reads come from the stager, writes from the queue, both on the executor's threads; a remote tier has one thread
+    more, for questions. Any thread may call; `flush`, `start_epoch` and `close` wait within bounds and are not for the
+    engine's step, nor is `look`.
     """
 
     def __init__(
         self,
-        disk: DiskTier,
-        settings: DiskSettings,
+        opened: OpenedTier,
         host: HostTier,
         pool: HostPool,
         clock: Clock,
+        max_age_s: float,
         executor: Executor | None = None,
     ) -> None:
-        self.name = disk.name
-        found = disk.snapshot()
-        logger.info(
-            "%s tier open: %d blocks found, %d of %d bytes used, %s",
-            disk.name,
-            found.num_blocks,
-            found.used_bytes,
-            found.capacity_bytes,
-            ", ".join(f"{path} ({mode} I/O)" for path, mode in found.mode.items()),
-        )
-        self._num_threads = settings.threads + 1  # the executor keeps one for reads
-        self._disk = disk
-        self._meter = MeteredTier(disk, clock)
-        self._guard = GuardedTier(
-            self._meter, Breaker(clock, probe_timeout_s=2 * settings.timeout_s), clock, settings.timeout_s
-        )
-        rate = settings.max_write_rate
+        """max_age_s: the longest that a block waits to be written. executor: for all of it, in place of own threads."""
+        tier, limits = opened.tier, opened.limits
+        self.name = tier.name
+        logger.info("%s tier open: %s", tier.name, opened.words)
+        self._opened = opened
+        self._num_threads = limits.writers + 1  # the executor keeps one for reads
+        self._meter = MeteredTier(tier, clock)
+        breaker = Breaker(clock, max_cooldown_s=limits.max_cooldown_s, probe_timeout_s=2 * limits.timeout_s)
+        self._guard = GuardedTier(self._meter, breaker, clock, limits.timeout_s)
+        rate = limits.max_write_rate
         self._throttle = None if rate == "off" else ThrottledTier(self._guard, rate, clock)
-        self.tier: Tier = self._throttle or self._guard
+        self._watched = WatchedTier(self._throttle or self._guard)
+        self.tier: Tier = self._watched
+        self._known = KnownBlocks(clock) if tier.is_remote else None
+        if self._known is not None:
+            known = self._known
+            self._watched.subscribe(lambda blocks: known.add(key for key, _ in blocks), known.discard)
         self._uses: deque[tuple[bytes, Sequence[BlockDigest], BlockDigest | None]] = deque(maxlen=MAX_USES)
+        self._questions: Counter[str] = Counter()
         self._is_noting = False
+        self._is_probing = False
         self._lock = threading.Lock()
         self._closed = False
+        has_own = executor is None
         if executor is None:
             executor = ThreadExecutor(f"kvtier-{self.name}", MAX_QUEUED_JOBS, num_threads=self._num_threads)
         self.executor: Executor = executor
+        self.asking = executor
+        if has_own and tier.is_remote:  # a question takes no time, and waits for no read
+            self.asking = ThreadExecutor(f"kvtier-{self.name}-asks", MAX_QUEUED_JOBS)
         self.write_behind = WriteBehind(
             host,
             pool,
@@ -106,24 +95,78 @@ class LowerTier:
             self.executor,
             clock,
             max_bytes=pool.buffer.nbytes // QUEUED_SHARE,
-            min_uses=settings.min_uses,
+            max_age_s=max_age_s,
+            min_uses=limits.min_uses,
             # A rate is kept by waiting on a thread: one waits, and the others are there for reads.
-            max_jobs=1 if self._throttle is not None else settings.threads,
+            max_jobs=1 if self._throttle is not None else limits.writers,
         )
+
+    @property
+    def device(self) -> Tier:
+        """The tier within all wrappers."""
+        return self._opened.tier
 
     def check_block(self, nbytes: int) -> None:
         """Raises ConfigError for blocks that the tier can never hold."""
-        self._disk.check_block(nbytes)
+        self._opened.check_block(nbytes)
+
+    def subscribe(self, on_stored: OnStored, on_gone: OnGone) -> Callable[[], None]:
+        """Call back, on the thread that learnt it, of blocks that are there by now, with their parents, and of blocks
+        that are there no more. See `WatchedTier`. Returns a call that ends it."""
+        return self._watched.subscribe(on_stored, on_gone)
+
+    @property
+    def is_remote(self) -> bool:
+        return self._known is not None
 
     @property
     def is_available(self) -> bool:
         """Whether it may be asked now: its breaker lets a call through, and not every thread is away with an overdue
-        one, behind which whoever asks would wait for its whole time."""
-        return self._guard.num_overdue < self._num_threads and self._guard.is_available
+        one, behind which whoever asks would wait for its whole time. A remote one that is sick is asked for its health
+        meanwhile, by a thread of its own."""
+        if self._closed or self._guard.num_overdue >= self._num_threads:
+            return False
+        if not self.is_remote:
+            return self._guard.is_available
+        if self._guard.breaker.is_closed:
+            return True
+        self._probe_soon()
+        return False
+
+    def held(self, keys: Sequence[Key]) -> list[bool]:
+        """Which blocks are there, sick or not: of a remote tier, which are known to be. Answers from memory."""
+        return self.tier.contains(keys) if self._known is None else self._known.held(keys)
 
     def holds(self, namespace: bytes, digest: BlockDigest) -> bool:
-        """Whether the block is there, sick or not. Answers from memory. One to be written is still in host memory."""
-        return self.tier.contains([make_key(namespace, digest)])[0]
+        """As `held`, of one block. One to be written is still in host memory."""
+        return self.held([make_key(namespace, digest)])[0]
+
+    def look(self, keys: Sequence[Key]) -> list[bool] | None:
+        """Ask a remote tier which of these it holds, and remember it; None where it did not answer. Blocks."""
+        held = self._guard.look(keys)
+        with self._lock:
+            self._questions["unanswered" if held is None else "answered"] += 1
+        if held is not None and self._known is not None:
+            self._known.add(key for key, is_held in zip(keys, held, strict=True) if is_held)
+            self._known.discard(key for key, is_held in zip(keys, held, strict=True) if not is_held)
+        return held
+
+    def _probe_soon(self) -> None:
+        """Ask the sick tier whether it is well, if that is due and nobody is about to. Never blocks."""
+        if self._closed or not self._guard.breaker.would_allow():
+            return
+        with self._lock:
+            begin, self._is_probing = not self._is_probing, True
+        if begin and not self.asking.try_submit(self._probe, urgent=True):
+            self._is_probing = False
+
+    def _probe(self) -> None:
+        try:
+            was_asked = self._guard.try_probe()
+        finally:
+            self._is_probing = False
+        if was_asked and self._guard.breaker.is_closed:
+            logger.warning("the %s tier is well again", self.name)
 
     @property
     def epoch(self) -> int:
@@ -164,6 +207,8 @@ class LowerTier:
             done.set()
 
         self.write_behind.reset()
+        if self._known is not None:
+            self._known.clear()
         queued = self.executor.try_submit(run, urgent=True)
         deadline = time.monotonic() + RESET_TIMEOUT_S
         while queued and not done.wait(POLL_S):
@@ -183,34 +228,33 @@ class LowerTier:
         """Wait until what is due is written, at most `timeout` seconds; how many blocks are not."""
         return self.write_behind.flush(timeout)
 
-    def stats(self) -> DiskStats:
-        """A snapshot; never blocks on I/O."""
-        disk, meter, breaker = self._disk.snapshot(), self._meter.snapshot(), self._guard.breaker.snapshot()
-        return DiskStats(
-            blocks=disk.num_blocks,
-            used_bytes=disk.used_bytes,
-            capacity_bytes=disk.capacity_bytes,
+    def stats(self, staging_bytes: int = 0) -> LowerStats:
+        """A snapshot; never blocks on I/O. staging_bytes: of reads of it under way, which the stager counts."""
+        usage, meter, breaker = self.tier.usage(), self._meter.snapshot(), self._guard.breaker.snapshot()
+        stats = LowerStats(
+            blocks=usage.num_blocks,
+            used_bytes=usage.used_bytes,
+            capacity_bytes=usage.capacity_bytes,
             reads=meter.reads,
             read_bytes=meter.read_bytes,
             read_seconds=meter.read_seconds,
             writes=meter.writes,
             written_bytes=meter.written_bytes,
             write_seconds=meter.write_seconds,
-            device_written_bytes=disk.written_bytes,
-            evicted_blocks=disk.evicted_blocks,
-            readmitted_blocks=disk.readmitted_blocks,
-            recovered_blocks=disk.recovered_blocks,
-            damaged_blocks=disk.damaged,
-            reclaimed_files=disk.reclaimed_files,
             errors=self._guard.errors,
             ledger=self.write_behind.ledger.snapshot(),
             queued_bytes=self.write_behind.queued_bytes,
+            staging_bytes=staging_bytes,
             available=int(self.is_available),
             breaker_opened=breaker.times_opened,
             breaker_refused=breaker.refused,
-            modes=disk.mode,
-            read_only={path: reason for path, reason in disk.read_only.items() if reason},
         )
+        if self._known is not None:
+            with self._lock:
+                questions = dict(self._questions)
+            shared = {field.name: getattr(stats, field.name) for field in fields(stats)}
+            stats = RemoteStats(**shared, questions=questions, known_blocks=len(self._known))
+        return self._opened.describe(stats)
 
     def check_integrity(self) -> None:
         self.write_behind.check_integrity()
@@ -224,8 +268,10 @@ class LowerTier:
             self._throttle.stop_waiting()
         self.write_behind.close()  # else a job that runs would go on through the queue
         self.executor.close(timeout)
+        if self.asking is not self.executor:
+            self.asking.close(max(0.0, deadline - time.monotonic()))
         self.write_behind.close()  # what that job still held
-        blocks, stored = self._disk.snapshot().num_blocks, self.write_behind.ledger.snapshot().stored
+        blocks, stored = self.tier.usage().num_blocks, self.write_behind.ledger.snapshot().stored
         closing = threading.Thread(target=self.tier.close, name=f"kvtier-{self.name}-close", daemon=True)
         closing.start()
         closing.join(max(MIN_CLOSE_S, deadline - time.monotonic()))

@@ -17,6 +17,9 @@ __all__ = [
     "DiskStats",
     "Ledger",
     "LedgerSnapshot",
+    "LowerStats",
+    "RedisStats",
+    "RemoteStats",
     "RestoreStatus",
     "RestoreTally",
     "StatsSnapshot",
@@ -115,16 +118,16 @@ class StoreCounters:
         return hits
 
 
-@dataclass(frozen=True, slots=True)
-class DiskStats:
-    """One moment of the disk tier. Counters run from its opening."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowerStats:
+    """One moment of a tier below host memory. Counters run from its opening."""
 
     blocks: int
-    """Blocks on disk that can be read."""
+    """Blocks there that can be read; of a remote tier those that this process stored, as far as it knows."""
     used_bytes: int
-    """What its files take of the file systems, headers and spare segments included."""
+    """What these take, headers included; on disk of the file systems, spare segments included."""
     capacity_bytes: int
-    """`disk.size`: never passed."""
+    """The most that it may hold: never passed."""
     reads: Mapping[str, int]
     """Blocks that were to be read, by outcome."""
     read_bytes: int
@@ -137,6 +140,26 @@ class DiskStats:
     """Bytes of blocks that were stored."""
     write_seconds: float
     """As `read_seconds`."""
+    errors: Mapping[str, int]
+    """Exceptions of the tier turned into misses and drops, by type."""
+    ledger: LedgerSnapshot
+    """Where every block went that was to be written."""
+    queued_bytes: int
+    """Blocks that wait to be written, or are being written: host memory that cannot be evicted now."""
+    staging_bytes: int
+    """Bytes of host memory that reads of it may write now."""
+    available: int
+    """1 while it may be asked, 0 while its breaker is open."""
+    breaker_opened: int
+    """Times that it was found sick."""
+    breaker_refused: int
+    """Calls refused meanwhile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskStats(LowerStats):
+    """One moment of the disk tier."""
+
     device_written_bytes: int
     """All that was written to the devices: blocks, headers, indices, re-admissions."""
     evicted_blocks: int
@@ -149,22 +172,42 @@ class DiskStats:
     """Blocks whose bytes were not those written; each forgotten at once."""
     reclaimed_files: int
     """Leftovers of crashes removed at start."""
-    errors: Mapping[str, int]
-    """Exceptions of the tier turned into misses and drops, by type."""
-    ledger: LedgerSnapshot
-    """Where every block went that was to be written."""
-    queued_bytes: int
-    """Blocks that wait to be written, or are being written: host memory that cannot be evicted now."""
-    available: int
-    """1 while it may be asked, 0 while its breaker is open."""
-    breaker_opened: int
-    """Times that it was found sick."""
-    breaker_refused: int
-    """Reads and writes refused meanwhile."""
     modes: Mapping[str, str]
     """By directory: `direct`, or `buffered` where the file system refuses direct I/O."""
     read_only: Mapping[str, str]
     """Directories that take no writes now, and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteStats(LowerStats):
+    """One moment of a tier of another machine."""
+
+    questions: Mapping[str, int]
+    """Questions about a prompt's blocks, by how they ended: `answered`, or why not."""
+    known_blocks: int
+    """Blocks that it is believed to hold without being asked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedisStats(RemoteStats):
+    """One moment of the Redis tier."""
+
+    damaged_blocks: int
+    """Values that were not what had been written; each removed at once."""
+    connections: int
+    """Connections open now."""
+    connects: int
+    """Connections made."""
+    disconnects: int
+    """Connections closed because something was wrong with them."""
+    redirects: int
+    """Blocks found on another node than was thought: a slot that moved."""
+    refusals: Mapping[str, int]
+    """Replies that refused something, by their first word."""
+    nodes: Mapping[str, str]
+    """Servers, by address, and what each is."""
+    server_used_bytes: int
+    """What the servers say that they use, for whomever, as last asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +327,8 @@ class StatsSnapshot:
     """Bytes of host memory that reads of lower tiers may write now."""
     disk: DiskStats | None = None
     """The disk tier; None without one."""
+    redis: RedisStats | None = None
+    """The Redis tier; None without one."""
 
     @property
     def hit_rate(self) -> float:

@@ -142,6 +142,12 @@ class RestoreProgress:
         episode.is_cut = is_cut
         self.rest(episode, num_blocks, is_final=not is_cut)
 
+    def ask_in_vain(self, episode: RestoreEpisode, reason: MissReason) -> None:
+        """A tier did not say whether it has what no other has. Told, if it was waited for."""
+        if reason in (MissReason.TIMEOUT, MissReason.BUDGET, MissReason.TIER_DOWN) and episode.max_wait_s:
+            episode.cause = self._cause(episode, reason, UNKNOWN_TIER)
+            episode.wanted = max(episode.wanted, episode.num_landed + episode.max_blocks)
+
     def give_up(self, episode: RestoreEpisode, reason: MissReason) -> None:
         """A lookup came to nothing. One that asked for no wait has not waited in vain."""
         self.leave(episode)

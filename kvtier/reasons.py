@@ -76,5 +76,7 @@ class DropReason(StrEnum):
     """The lower tier could make no room: its file system is full, or every segment is being read."""
     TIER_DOWN = "tier_down"
     """The lower tier is sick; it is tried again after a pause."""
+    AGED = "aged"
+    """It waited longer than `store.max_age_s` to be written to the lower tier."""
     EVICTED = "evicted"
     """It left host memory before it was written down."""

@@ -32,8 +32,7 @@ __all__ = ["Fallback", "RestoreDecision", "RestoreEpisode", "RestorePhase", "Res
 
 logger = logging.getLogger("kvtier.restore")
 
-ANSWER_LIFETIME_S = 20.0
-"""How long a lookup's answer is relied on: at half of it, it is asked for again."""
+ANSWER_LIFETIME_S = 20.0  # how long a lookup's answer is relied on: at half of it, it is asked for again
 
 
 class RestoreDecision:
@@ -110,8 +109,11 @@ class RestoreDecision:
         self._progress.over(episode, "lost blocks that the engine had", is_final=False)
         return self._progress.begin(query, attempts, episode)
 
-    def answered(self, episode: RestoreEpisode, parts: Sequence[TierPart]) -> RestorePhase:
+    def answered(
+        self, episode: RestoreEpisode, parts: Sequence[TierPart], unanswered: MissReason | None = None
+    ) -> RestorePhase:
         """A lookup, or its refresh, found the leading blocks of these tiers, none or more, from `position` on.
+        unanswered: why a tier did not say whether it has those behind them, if one did not.
 
         STAGING: begin a stage of `num_blocks`, for at most `stage_wait_s`, and tell `staged`. READY: all that it goes
         for is in host memory. OVER: there is nothing, or nothing worth restoring (`miss` is then COST). An answer that
@@ -124,7 +126,7 @@ class RestoreDecision:
             return episode.phase if is_held else self._lost(episode, parts)
         if episode.phase is not RestorePhase.LOOKING:
             return episode.phase
-        return self._decide(episode, parts)
+        return self._decide(episode, parts, unanswered)
 
     def not_answered(self, episode: RestoreEpisode) -> RestorePhase:
         """The lookup failed: OVER. The failure of a refresh changes nothing."""
@@ -317,16 +319,20 @@ class RestoreDecision:
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
-    def _decide(self, episode: RestoreEpisode, found: Sequence[TierPart]) -> RestorePhase:
+    def _decide(
+        self, episode: RestoreEpisode, found: Sequence[TierPart], unanswered: MissReason | None = None
+    ) -> RestorePhase:
         parts = clip(found, episode.max_blocks, is_host_only=not episode.max_wait_s)
         num_held = num_blocks_of(parts)
+        if unanswered is not None and num_held < episode.max_blocks:
+            self._progress.ask_in_vain(episode, unanswered)
         episode.answered_at = Stopwatch(self._clock.now())
         if self._progress.end_if_lost(episode, num_held):
             return episode.phase
         choice = self._costs.choose(episode.position, parts, episode, self._progress.most_s(episode))
         num_blocks = choice.num_blocks
         self._progress.go_for(episode, num_blocks)
-        episode.miss = MissReason.COST if num_blocks < num_held else self._miss(episode, found, num_held)
+        episode.miss = MissReason.COST if num_blocks < num_held else self._miss(episode, found, num_held) or unanswered
         episode.parts = clip(parts, num_blocks)
         episode.num_host = num_leading_host(episode.parts)
         episode.predicted_s = choice.predicted_s

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -73,8 +73,8 @@ LOST_S = 1.0
 
 
 class ReadBudget:
-    """Bytes of reads under way: those that stages wait for within one bound, abandoned ones counted against another of
-    the same size, so that what a device never gives back does not keep everybody else waiting.
+    """Bytes of one tier's reads under way: those that stages wait for within one bound, abandoned ones counted against
+    another of the same size, so that what a device never gives back does not keep everybody else waiting.
 
     Mutable state: the sums, and when a read last ended, guarded by the stager's lock.
     """
@@ -83,13 +83,8 @@ class ReadBudget:
         self._max_bytes = max_bytes
         self._clock = clock
         self._moved_at = clock.now()
-        self._bytes_of: Counter[Source] = Counter()
         self.live_bytes = 0
         self.abandoned_bytes = 0
-
-    def bytes_of(self, source: Source) -> int:
-        """Bytes that one tier is reading, for whomever."""
-        return self._bytes_of[source]
 
     @property
     def is_lost(self) -> bool:
@@ -105,7 +100,6 @@ class ReadBudget:
     def begin(self, read: StageRead) -> None:
         if not (self.live_bytes or self.abandoned_bytes):
             self._moved_at = self._clock.now()
-        self._bytes_of[read.source] += read.nbytes
         self.live_bytes += read.nbytes
 
     def leave(self, read: StageRead) -> None:
@@ -119,7 +113,6 @@ class ReadBudget:
     def end(self, read: StageRead) -> None:
         read.is_read = True
         self._moved_at = self._clock.now()
-        self._bytes_of[read.source] -= read.nbytes
         if read.is_abandoned:
             self.abandoned_bytes -= read.nbytes
         else:
@@ -135,7 +128,7 @@ class ReadBudget:
             if not read.is_read:
                 live += 0 if read.is_abandoned else read.nbytes
                 abandoned += read.nbytes if read.is_abandoned else 0
-        if (live, abandoned) != (self.live_bytes, self.abandoned_bytes) or live + abandoned != self._bytes_of.total():
+        if (live, abandoned) != (self.live_bytes, self.abandoned_bytes):
             raise IntegrityError(
                 f"staging: {self.live_bytes} and {self.abandoned_bytes} bytes counted under way, "
                 f"{live} and {abandoned} are"
@@ -234,6 +227,11 @@ class Stage:
         return len(self._digests)
 
     @property
+    def sources(self) -> Collection[Source]:
+        """The tiers that it waits for."""
+        return list(self._left)
+
+    @property
     def num_end(self) -> int:
         """Blocks before the first that failed."""
         return self._end
@@ -262,7 +260,7 @@ class Stage:
         or the tier that it waits for is sick."""
         if not self._begun_at <= now < self._deadline:
             return MissReason.TIMEOUT
-        return None if all(source.is_available for source in list(self._left)) else MissReason.TIER_DOWN
+        return None if all(source.is_available for source in self.sources) else MissReason.TIER_DOWN
 
     def first_pending(self) -> int:
         """The first block that it waits for, or the first not asked for; under the stager's lock. O(1) amortised, for

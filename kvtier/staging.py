@@ -10,12 +10,14 @@ from contextlib import suppress
 from functools import cache
 
 from kvtier.clock import Clock
-from kvtier.errors import ClosedError, IntegrityError
+from kvtier.errors import ClosedError
 from kvtier.keys import BlockDigest, make_key
-from kvtier.located import Located, Source, lease_held, locate
+from kvtier.located import Located, Source, is_known, lease_held, locate
+from kvtier.membership import Question
 from kvtier.pool import HostPool, Owner
+from kvtier.readqueue import ReadQueue
 from kvtier.reasons import DropReason, MissReason
-from kvtier.stage import ReadBudget, Stage, StageRead, unasked_bytes
+from kvtier.stage import Stage, StageRead
 from kvtier.tiers.base import ReadRequest
 from kvtier.tiers.host import HostTier
 
@@ -23,10 +25,6 @@ __all__ = ["Stager"]
 
 logger = logging.getLogger("kvtier.staging")
 
-READ_BYTES = 8 << 20
-"""One job: large enough to keep a device busy, small enough that a prompt's blocks spread over the tier's threads."""
-READ_BLOCKS = 512
-"""And no more blocks, however small: under one hold of the lock, about a millisecond."""
 JOBS_AT_ONCE = 2
 """Jobs that a call of the engine's thread begins: enough for the device; their threads begin the rest."""
 
@@ -34,33 +32,32 @@ JOBS_AT_ONCE = 2
 class Stager:
     """Owns the reads under way from lower tiers, one per block however many stages want it.
 
-    A stage's blocks are read in prefix order, as far as a budget of bytes under way allows; stages take turns in the
-    order in which they began. Slots are set aside by the thread that reads, when it does. A read that nobody waits for
-    any more still ends in a commit: its bytes are right, and its slot is leased until the device let go of it. It
-    leaves the budget to others, and counts against a second one of the same size: where even that is used up, the
-    device gives nothing back, and stages end at once.
+    A stage's blocks are read in prefix order, as far as its tier's budget of bytes under way allows; stages take turns
+    in the order in which they began. Slots are set aside by the thread that reads, when it does. A read that nobody
+    waits for any more still ends in a commit: its bytes are right, and its slot is leased until the device let go of
+    it. It leaves the budget to others, and counts against a second one of the same size: where even that is used up,
+    the device gives nothing back, and stages end at once.
 
     Progress never waits for the engine's thread: while a stage has blocks to ask for, a read is under way, whose end
     begins the next ones.
 
     No call blocks or does I/O except `_read`, which runs on the tiers' threads.
 
-    Mutable state: `_reads`, `_queue`, `_budget` and every stage's, guarded by `_lock`, a leaf: nothing is
-    called under it.
+    Mutable state: `_queue` and every stage's, guarded by `_lock`, a leaf: nothing is called under it; `_sources`,
+    replaced as a whole.
     """
 
     def __init__(
         self, host: HostTier, pool: HostPool, sources: Sequence[Source], max_inflight_bytes: int, clock: Clock
     ) -> None:
+        """max_inflight_bytes: read at once from each tier."""
         self._host = host
         self._pool = pool
-        self._sources = list(sources)
+        self._sources = tuple(sources)
         self._clock = clock
         self._owner = pool.owner("staging")
         self._lock = threading.Lock()
-        self._reads: dict[tuple[bytes, BlockDigest], StageRead] = {}
-        self._queue: deque[Stage] = deque()
-        self._budget = ReadBudget(max_inflight_bytes, clock)
+        self._queue = ReadQueue(self._sources, max_inflight_bytes, clock)
         self._num_reads = 0
         # How many blocks one stage may read: half the pool, so that one prompt never takes all of host memory.
         self._max_blocks_of: Callable[[int], int] = cache(lambda nbytes: pool.capacity_slots(nbytes) // 2)
@@ -69,9 +66,13 @@ class Stager:
 
     @property
     def inflight_bytes(self) -> int:
-        """Bytes that queued and running reads, abandoned ones included, write to slots or will: at most twice the
-        budget."""
-        return self._budget.live_bytes + self._budget.abandoned_bytes
+        """Bytes that queued and running reads, abandoned ones included, write to slots or will: at most twice each
+        tier's budget."""
+        return self._queue.inflight_bytes()
+
+    def inflight_bytes_of(self, source: Source) -> int:
+        """Those of one tier."""
+        return self._queue.inflight_bytes(source)
 
     @property
     def num_reads(self) -> int:
@@ -88,6 +89,27 @@ class Stager:
 
         return unsubscribe
 
+    def attach(self, source: Source, place: int) -> None:
+        """Read from one more tier, which is asked before those that were in its place and behind it."""
+        with self._lock:
+            self._queue.attach(source)
+            self._sources = (*self._sources[:place], source, *self._sources[place:])
+
+    def detach(self, source: Source) -> None:
+        """Read from it no more. Its executor was closed before: what no thread has begun is given up, and stages that
+        wait for it end."""
+        self._sources = tuple(each for each in self._sources if each is not source)
+        with self._lock:
+            queued = self._queue.take_queued(source, MissReason.TIER_DOWN)
+            for stage in self._queue.stages():
+                if source in stage.sources:
+                    self._queue.cut(stage, MissReason.TIER_DOWN)
+        self._complete(queued)
+        with self._lock:
+            self._queue.detach(source)
+        self._pump()
+        self._tell_listeners()
+
     # ---- the engine's side ---------------------------------------------------------------------------------------
 
     def locate(
@@ -99,10 +121,28 @@ class Stager:
         """
         return locate(self._host, self._sources, namespace, digests, self._max_blocks_of(nbytes), max_leased)
 
+    def ask(self, namespace: bytes, digests: Sequence[BlockDigest], nbytes: int, found: Located) -> list[Question]:
+        """Ask the remote tiers for what `locate` did not find of these, if there is anything to ask. Never blocks;
+        listeners are told when one has answered."""
+        sources = self._sources
+        remote = [source for source in sources if source.is_remote and source.is_available]
+        start = len(found.digests)
+        if not remote or found.is_cut or start == len(digests):
+            return []
+        wanted = digests[start : start + self._max_blocks_of(nbytes)]
+
+        def is_elsewhere(asked: Sequence[BlockDigest]) -> list[bool]:
+            return is_known(self._host, sources, namespace, asked)
+
+        questions = [Question(source, namespace, wanted, is_elsewhere, self._tell_listeners) for source in remote]
+        for question in questions:
+            question.begin()
+        return questions
+
     def queued_bytes(self, source: Source) -> int:
         """Bytes that a tier is to read before those of a stage that begins now. O(stages that run)."""
         with self._lock:
-            return self._budget.bytes_of(source) + unasked_bytes(self._queue, source)
+            return self._queue.queued_bytes(source)
 
     def begin(
         self,
@@ -136,7 +176,7 @@ class Stager:
         with self._lock:
             closed = self._closed
             if not closed:
-                self._queue.append(stage)
+                self._queue.add(stage)
         if closed:
             owner.close()
             return None
@@ -147,14 +187,14 @@ class Stager:
         """See `Stage.poll`."""
         if (reason := stage.why_over(self._clock.now())) is not None:
             with self._lock:
-                self._cut(stage, reason)
+                self._queue.cut(stage, reason)
             self._pump(JOBS_AT_ONCE)
         return stage._done
 
     def close_stage(self, stage: Stage) -> None:
         """See `Stage.close`."""
         with self._lock:
-            self._cut(stage, None)
+            self._queue.cut(stage, None)
         stage._owner.close()
         self._pump(JOBS_AT_ONCE)
 
@@ -163,17 +203,13 @@ class Stager:
         given up, and what their threads still read stays leased until they let go."""
         with self._lock:
             self._closed = True
-            queued = [read for read in self._reads.values() if read.is_queued]
-            for read in queued:
-                read.is_queued = False
-                read.failure = MissReason.TIMEOUT
-            stages = {stage for read in self._reads.values() for stage, _ in read.waiters} | set(self._queue)
-            running = [stage for stage in stages if not stage._done]
+            queued = self._queue.take_queued(None, MissReason.TIMEOUT)
+            running = [stage for stage in self._queue.stages() if not stage._done]
             for stage in running:
-                self._cut(stage, MissReason.TIMEOUT)
+                self._queue.cut(stage, MissReason.TIMEOUT)
         self._complete(queued)
         with self._lock:
-            idle = not self._reads
+            idle = not self._queue.reads
         if idle:
             self._owner.close()
         if running:
@@ -182,12 +218,7 @@ class Stager:
     def check_integrity(self) -> None:
         """Raises IntegrityError when reads, stages and the bytes under way disagree."""
         with self._lock:
-            reads = list(self._reads.values())
-            self._budget.check_integrity(reads)
-            waiting = {(stage, index) for read in reads for stage, index in read.waiters}
-            for stage in {stage for read in reads for stage, _ in read.waiters} | set(self._queue):
-                if not stage._done and any((stage, index) not in waiting for index in stage._pending):
-                    raise IntegrityError(f"staging: {stage.name} waits for a block that nobody reads")
+            self._queue.check_integrity()
 
     # ---- reads ---------------------------------------------------------------------------------------------------
 
@@ -198,47 +229,10 @@ class Stager:
             num_begun += self._submit(reads)  # one refused ends its stage, and pumps nothing on
 
     def _take(self) -> list[StageRead]:
-        """The next blocks to read: one tier's, from one stage, a job's worth at most; empty when there are none now."""
-        reads: list[StageRead] = []
-        refused = False
         with self._lock:
-            while self._queue and not reads:
-                stage = self._queue[0]
-                reads = self._take_from(stage)
-                if stage._next >= stage._end:
-                    self._queue.popleft()
-                    self._check_done(stage)
-                elif not reads and self._budget.is_lost:
-                    self._cut(stage, MissReason.TIER_DOWN)
-                    refused = True
-                elif not reads:
-                    break  # the budget is used up
-        if refused:
+            reads, was_refused = self._queue.take()
+        if was_refused:
             self._tell_listeners()
-        return reads
-
-    def _take_from(self, stage: Stage) -> list[StageRead]:
-        reads: list[StageRead] = []
-        while stage._next < stage._end:
-            index, source = stage._next, stage._sources[stage._next]
-            name = (stage._namespace, stage._digests[index])
-            under_way = self._reads.get(name)
-            if under_way is not None:
-                under_way.waiters.append((stage, index))
-                under_way.num_live += 1
-                stage._pending.add(index)
-            elif source is not None:
-                if len(reads) * max(stage._nbytes, READ_BYTES // READ_BLOCKS) >= READ_BYTES:
-                    break
-                if (reads and reads[0].source is not source) or not self._budget.can_begin(stage._nbytes):
-                    break
-                parent = stage._digests[index - 1] if index else stage._parent
-                read = StageRead(*name, parent, stage._nbytes, source, [(stage, index)], num_live=1)
-                self._reads[name] = read
-                self._budget.begin(read)
-                stage._pending.add(index)
-                reads.append(read)
-            stage._next += 1
         return reads
 
     def _submit(self, reads: list[StageRead]) -> bool:
@@ -305,8 +299,7 @@ class Stager:
         ready: deque[StageRead] = deque()
         with self._lock:
             for read in reads:
-                self._budget.end(read)
-                parent = self._reads.get((read.namespace, read.parent)) if read.parent is not None else None
+                parent = self._queue.end(read)
                 (parent.after if parent is not None else ready).append(read)
         ended = False
         while ready:
@@ -361,40 +354,8 @@ class Stager:
         with self._lock:
             if read.failure is None and read.num_leased < len(read.waiters):
                 return None
-            del self._reads[read.namespace, read.digest]
-            return self._tell(read)
+            return self._queue.tell(read)
 
     def _tell_listeners(self) -> None:
         for listener in self._listeners:
             listener()
-
-    # ---- stages, under the lock ----------------------------------------------------------------------------------
-
-    def _tell(self, read: StageRead) -> bool:
-        """The stages' word of a read; True if one ended by it."""
-        ended = False
-        for stage, index in read.waiters:
-            stage.note_end(read, index)
-            ended |= self._check_done(stage)
-        return ended
-
-    def _check_done(self, stage: Stage) -> bool:
-        if not stage._done and stage._next >= stage._end <= stage.first_pending():
-            self._finish(stage)
-            return True
-        return False
-
-    def _cut(self, stage: Stage, reason: MissReason | None) -> None:
-        """End it before its blocks came; what came of the prefix stays."""
-        if not stage._done:
-            stage._end = min(stage.first_pending(), stage._end)
-            stage._miss = reason or stage._miss
-            self._finish(stage)
-
-    def _finish(self, stage: Stage) -> None:
-        stage._done = True
-        stage._ended_at = self._clock.now()
-        if stage in self._queue:
-            self._queue.remove(stage)
-        for index in stage._pending:
-            self._budget.leave(self._reads[stage._namespace, stage._digests[index]])

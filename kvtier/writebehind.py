@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvtier.clock import Clock
+from kvtier.drops import NO_ROOM, NOT_AGAIN, OUTCOME_TO_REASON, pack_dropped, unpack_dropped
+from kvtier.durability import Durability, DurabilityWatches
 from kvtier.errors import ClosedError, IntegrityError
 from kvtier.executor import Executor
 from kvtier.keys import BlockDigest, Key, make_key, split_key
 from kvtier.metrics import Ledger
 from kvtier.pool import HostPool, Lease
 from kvtier.reasons import DropReason
+from kvtier.tickets import Ticket
 from kvtier.tiers.base import Tier, WriteOutcome, WriteRequest
 from kvtier.tiers.host import HostTier
 
@@ -30,50 +33,28 @@ ENQUEUED_AT_ONCE = 16  # blocks by which the bound can be passed
 
 NOTED_AT_ONCE = 1024  # uses of a prompt's blocks, under one hold of the lock: about a millisecond
 
-NO_ROOM = frozenset({DropReason.BACKLOG, DropReason.ORPHAN})
-NOT_AGAIN = frozenset({DropReason.ALREADY_STORED, DropReason.EVICTED, DropReason.CLOSED, DropReason.RESET})
-
-OUTCOME_TO_REASON = {
-    WriteOutcome.ALREADY_STORED: DropReason.ALREADY_STORED,
-    WriteOutcome.FULL: DropReason.TIER_FULL,
-    WriteOutcome.ERROR: DropReason.TIER_ERROR,
-    WriteOutcome.WITHDRAWN: DropReason.RESET,
-    WriteOutcome.REFUSED: DropReason.TIER_DOWN,
-}
-
-
-# A block that was dropped is remembered as bytes, its reason's place in this list and its parent's key: the collector
-# would walk 65,000 objects on the engine's thread.
-_REASONS = list(DropReason)
-
-
-def _pack_dropped(reason: DropReason, parent: Key | None) -> bytes:
-    return bytes([_REASONS.index(reason)]) + (parent or b"")
-
-
-def _unpack_dropped(packed: bytes) -> tuple[DropReason, Key | None]:
-    return _REASONS[packed[0]], Key(packed[1:]) if len(packed) > 1 else None
-
 
 class _Pending(NamedTuple):
     key: Key
     parent: Key | None
     lease: Lease
     nbytes: int
+    due_at: float
 
 
 class WriteBehind:
     """Owns the queue of blocks to be written to one tier, their leases, and the ledger of that way down.
 
     A block is offered when it is committed to host memory. At its `min_uses`-th use it is due: leased and queued, in
-    order, within a bound of bytes; beyond the bound it is dropped, and so are blocks behind it in its chain, which
-    nobody could reach. What was dropped for a passing reason is due again when a prompt next uses it, or at a flush.
+    order, within a bound of bytes; beyond the bound it is dropped, as is one that waited too long, and so are blocks
+    behind it in its chain, which nobody could reach. What was dropped for a passing reason is due again when a prompt
+    next uses it, or at a flush.
 
     `offer` never blocks and is for the engine's thread; jobs run on the tier's executor, which does reads first. A job
     whose successor the executor refuses goes on itself; where none runs, the next offer or use asks again.
 
     Mutable state: `_queue`, `_queued_bytes`, `_num_jobs`, `_num_running`, `_num_resets`, `_dropped`, `_uses`,
-    `_closed`, guarded by `_changed`, a leaf: nothing is called under it.
+    `_closed`, guarded by `_changed`: nothing is called under it but the watches' bookkeeping.
     """
 
     def __init__(
@@ -85,15 +66,18 @@ class WriteBehind:
         clock: Clock,
         *,
         max_bytes: int,
+        max_age_s: float,
         min_uses: int = 1,
         max_jobs: int = 1,
     ) -> None:
-        """max_bytes: of blocks queued and being written: host memory that cannot be evicted meanwhile."""
+        """max_bytes: of blocks queued and being written: host memory that cannot be evicted meanwhile. max_age_s: the
+        longest that a block waits in the queue."""
         self._host = host
         self._tier = tier
         self._executor = executor
         self._clock = clock
         self._max_bytes = max_bytes
+        self._max_age_s = max_age_s
         self._min_uses = min_uses
         self._max_jobs = max_jobs
         self._owner = pool.owner(f"writes to the {tier.name} tier")
@@ -106,6 +90,7 @@ class WriteBehind:
         self._dropped: OrderedDict[Key, bytes] = OrderedDict()
         self._uses: OrderedDict[Key, int] = OrderedDict()
         self._closed = False
+        self._watches = DurabilityWatches()
         self.ledger = Ledger()
         self._unsubscribe = host.subscribe(on_commit=self.offer)
 
@@ -169,7 +154,7 @@ class WriteBehind:
         with self._changed:
             if self._queue or self._num_jobs:
                 return 0
-            known = [(key, *_unpack_dropped(packed)) for key, packed in self._dropped.items()]
+            known = [(key, *unpack_dropped(packed)) for key, packed in self._dropped.items()]
         again = [(key, parent) for key, reason, parent in known if reason in NO_ROOM or key not in tried]
         num_queued = 0
         for start in range(0, len(again), ENQUEUED_AT_ONCE):
@@ -180,6 +165,17 @@ class WriteBehind:
             self.ledger.add_due(len(blocks))
             num_queued += self._enqueue(blocks)
         return num_queued
+
+    def watch(self, keys: Sequence[Key], held: Callable[[Sequence[Key]], list[bool]]) -> Ticket[Durability]:
+        """Whether these blocks are in the tier, once none of them is on its way there. held: which ones are there, from
+        memory. What is neither there nor on its way is not awaited. Never blocks."""
+
+        def why_lost(others: Sequence[Key]) -> dict[Key, DropReason | None]:
+            gone = [key for key, is_held in zip(others, held(others), strict=True) if not is_held]
+            with self._changed:
+                return {key: unpack_dropped(self._dropped[key])[0] if key in self._dropped else None for key in gone}
+
+        return self._watches.watch(keys, why_lost)
 
     def reset(self) -> None:
         """Drop what is queued, and forget what was dropped and used: its blocks are of before. What is being written
@@ -201,6 +197,7 @@ class WriteBehind:
             left = self._take_queue()
             stuck = self._num_running
         self._give_up(left, DropReason.CLOSED)
+        self._watches.close()
         if not stuck:
             self._owner.close()
 
@@ -265,11 +262,13 @@ class WriteBehind:
             held = self._host.lease_blocks([split_key(key) for key, _ in wanted], self._owner)
         except ClosedError:
             held = [None] * len(wanted)
-        found = [_Pending(*block, *lease) for block, lease in zip(wanted, held, strict=True) if lease is not None]
+        now = self._clock.now()
+        found = [_Pending(*block, *lease, now) for block, lease in zip(wanted, held, strict=True) if lease is not None]
         self.ledger.add_dropped(DropReason.EVICTED, len(wanted) - len(found))
         with self._changed:
             if not self._closed and num_resets == self._num_resets:
                 self._queue.extend(found)
+                self._watches.begin(block.key for block in found)
                 self._queued_bytes += sum(block.nbytes for block in found)
                 return len(found)
         self._give_up(found, DropReason.CLOSED if self._closed else DropReason.RESET)
@@ -286,6 +285,7 @@ class WriteBehind:
         self.ledger.add_dropped(reason, len(blocks))
         for block in blocks:
             block.lease.release()
+            self._watches.end(block.key, reason)
 
     def _why_not(self, blocks: Sequence[tuple[Key, Key | None]]) -> list[DropReason | None]:
         """Why each block cannot be queued; None for one that can."""
@@ -309,7 +309,7 @@ class WriteBehind:
         with self._changed:
             if num_resets is not None and num_resets != self._num_resets:
                 return
-            self._dropped[key] = _pack_dropped(reason, parent)
+            self._dropped[key] = pack_dropped(reason, parent)
             while len(self._dropped) > MAX_NOTED:
                 self._dropped.popitem(last=False)
 
@@ -330,8 +330,12 @@ class WriteBehind:
         """One job, on a thread of the tier: may block for as long as the device does. Reads that wait go between two
         batches, unless the executor takes no job."""
         while True:
-            batch, num_resets = self._take()
+            batch, aged, num_resets = self._take()
             try:
+                for block, reason in aged:
+                    block.lease.release()
+                    self._drop(block.key, block.parent, reason, num_resets)
+                    self._watches.end(block.key, reason)
                 if batch:
                     self._write(batch, num_resets)
             finally:
@@ -345,15 +349,27 @@ class WriteBehind:
                 self._start_jobs()
                 return
 
-    def _take(self) -> tuple[list[_Pending], int]:
+    def _take(self) -> tuple[list[_Pending], list[tuple[_Pending, DropReason]], int]:
+        """The next blocks to write; those before them that waited too long, with what continues these; and as of which
+        reset."""
         batch: list[_Pending] = []
+        aged: list[tuple[_Pending, DropReason]] = []
+        gone: set[Key] = set()
         nbytes = 0
+        now = self._clock.now()
         with self._changed:
             while self._queue and (not batch or nbytes + self._queue[0].nbytes <= WRITE_BYTES):
-                batch.append(self._queue.popleft())
-                nbytes += batch[-1].nbytes
+                block = self._queue.popleft()
+                is_orphan = block.parent in gone or block.parent in self._dropped
+                if is_orphan or now - block.due_at > self._max_age_s:
+                    gone.add(block.key)
+                    aged.append((block, DropReason.ORPHAN if is_orphan else DropReason.AGED))
+                    self._queued_bytes -= block.nbytes
+                    continue
+                batch.append(block)
+                nbytes += block.nbytes
             self._num_running += 1
-            return batch, self._num_resets
+            return batch, aged, self._num_resets
 
     def _write(self, batch: Sequence[_Pending], num_resets: int) -> None:
         try:
@@ -367,10 +383,13 @@ class WriteBehind:
         written: list[Key] = []
         for block, outcome in zip(batch, outcomes, strict=True):
             block.lease.release()
+            reason = None
             if outcome is WriteOutcome.STORED:
                 self.ledger.add_stored(1)
             else:
-                self._drop(block.key, block.parent, OUTCOME_TO_REASON.get(outcome, DropReason.TIER_ERROR), num_resets)
+                reason = OUTCOME_TO_REASON.get(outcome, DropReason.TIER_ERROR)
+                self._drop(block.key, block.parent, reason, num_resets)
+            self._watches.end(block.key, None if reason is DropReason.ALREADY_STORED else reason)
             if outcome in (WriteOutcome.STORED, WriteOutcome.ALREADY_STORED):
                 written.append(block.key)
         self._note_held(written, num_resets)

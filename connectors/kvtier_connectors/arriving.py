@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from itertools import groupby
 
 from kvtier.clock import Clock
 from kvtier.episode import HOST
-from kvtier.located import Located, Source
+from kvtier.located import Located
 from kvtier.reasons import MissReason
-from kvtier.restore import RestoreDecision, RestorePhase, TierPart
+from kvtier.restore import RestoreDecision, RestorePhase
 from kvtier.staging import Stager
 from kvtier.store import Space
 from kvtier_connectors.arrival import Arrival
 from kvtier_connectors.faults import CAUGHT
 from kvtier_connectors.hooks import hook
 from kvtier_connectors.keeping import MAX_LOOKED, HostKeeper
+from kvtier_connectors.looking import Lookups
 from kvtier_connectors.turns import MAX_TURNS, StageTurns
 
 __all__ = ["HOST", "MAX_ACTIVE", "ArrivalFlow"]
@@ -34,9 +34,9 @@ class ArrivalFlow:
     at most half of host memory. Others are *pending*: in their order they begin when one of these ends, or when one
     that goes after them lets go of what is kept for it; and each gives up when its own wait is over.
 
-    Mutable state: `_new` (to be looked up at the next poll), `_running`, `_pending`, those that the keeper keeps, and
-    `_resting` (that wait for their admission with nothing kept for them), which are apart; what became of turns at the
-    last poll; how many blocks were read, and when that last changed.
+    Mutable state: `_new` (to be looked up at the next poll), those whose lookup has not ended, `_running`, `_pending`,
+    those that the keeper keeps, and `_resting` (that wait for their admission with nothing kept for them), which are
+    apart; what became of turns at the last poll; how many blocks were read, and when that last changed.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class ArrivalFlow:
         self._stager = stager
         self._decision = decision
         self._clock = clock
-        self._landing_bytes = landing_bytes
         self._report = report
+        self._lookups = Lookups(space, stager, decision, clock, landing_bytes, report)
         self._new: dict[Arrival, None] = {}
         self._running: dict[Arrival, None] = {}
         self._pending = StageTurns(decision, clock)
@@ -67,7 +67,7 @@ class ArrivalFlow:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._new) + len(self._running) + len(self._pending)
+        return len(self._new) + len(self._lookups) + len(self._running) + len(self._pending)
 
     def begin(self, arrival: Arrival) -> None:
         """Look its blocks up, and begin to bring what only lower tiers hold."""
@@ -85,7 +85,7 @@ class ArrivalFlow:
         """Advance all that wait; returns those that wait no more. O(running), and the timers that ran out."""
         self._pending.tick(is_held=self._is_held())
         self._observe_first()
-        ended = [arrival for arrival in list(self._new) if self._has_ended(arrival)]
+        ended = [arrival for arrival in (*self._new, *self._lookups) if self._has_ended(arrival)]
         # The last first: one that is given up lets the next be read, which would be in vain if that is given up too.
         ended += reversed([arrival for arrival in reversed(list(self._running)) if self._has_ended(arrival)])
         for others in (self._pending.overdue(), self._refreshed(), self._next_turns()):
@@ -99,7 +99,8 @@ class ArrivalFlow:
         """When the first wait ends by itself."""
         if self._new or self._has_more:
             return self._clock.now()
-        ends = [*(arrival.episode.deadline for arrival in self._running), self._pending.next_deadline()]
+        timed = (*self._lookups, *self._running)
+        ends = [*(arrival.episode.deadline for arrival in timed), self._pending.next_deadline()]
         return min((end for end in ends if end is not None), default=None)
 
     def give_up(self, arrival: Arrival) -> None:
@@ -120,6 +121,7 @@ class ArrivalFlow:
         """Let go of what its stage brought, and wait no more for the rest. Idempotent."""
         for queue in (self._new, self._running, self._resting):
             queue.pop(arrival, None)
+        self._lookups.discard(arrival)
         self._pending.discard(arrival)
         arrival.found = None
         self._let_go(arrival)  # which has the next one looked at, if it was the first of those that wait for a turn
@@ -131,7 +133,8 @@ class ArrivalFlow:
         assert all(arrival.episode.phase is RestorePhase.STAGING for arrival in self._pending)
         assert all(arrival.episode.phase is RestorePhase.READY for arrival in self._keeper.kept)
         assert not any(arrival.digests_kept for arrival in (*self._resting, *self._pending))
-        self._keeper.check_integrity([*self._running, *self._new])
+        assert all(arrival.is_waiting for arrival in self._lookups)
+        self._keeper.check_integrity([*self._running, *self._new, *self._lookups])
 
     # ---- one request ---------------------------------------------------------------------------------------------
 
@@ -142,7 +145,8 @@ class ArrivalFlow:
             self._drive(arrival)
         except CAUGHT as error:  # even its end failed
             self._report("stage", error)
-            if arrival.is_waiting and arrival not in self._running and arrival not in self._pending:
+            queues = (self._lookups, self._running, self._pending)
+            if arrival.is_waiting and not any(arrival in queue for queue in queues):
                 self._new[arrival] = None
         return not arrival.is_waiting
 
@@ -155,6 +159,7 @@ class ArrivalFlow:
             self._report("stage", error)
             self._decision.end(arrival.episode)
         if not arrival.is_waiting:
+            self._lookups.discard(arrival)
             self._running.pop(arrival, None)
             self._pending.discard(arrival)
             self._rest(arrival)
@@ -162,8 +167,7 @@ class ArrivalFlow:
     def _advance(self, arrival: Arrival) -> bool:
         """One transition; False when there is none now."""
         if arrival.episode.phase is RestorePhase.LOOKING:
-            self._look(arrival)
-            return True
+            return self._lookups.look(arrival)
         if arrival in self._running:
             return self._poll_stage(arrival)
         if arrival in self._pending:
@@ -172,37 +176,9 @@ class ArrivalFlow:
             self._pending.settle(arrival)
             if self._decision.refresh_due(arrival.episode):
                 self._decision.refreshing(arrival.episode)
-                self._look(arrival)
+                self._lookups.look_again(arrival)
                 return True
         return self._begin_stage(arrival)
-
-    def _look(self, arrival: Arrival) -> None:
-        first, episode = arrival.first_block, arrival.episode
-        try:
-            found = self._space.locate(arrival.digests[first : first + episode.max_blocks])
-            parts = self._parts(found)
-        except CAUGHT as error:
-            self._report("locate", error)
-            self._decision.not_answered(episode)
-            return
-        arrival.found = found
-        self._decision.answered(episode, parts)
-
-    def _parts(self, found: Located) -> list[TierPart]:
-        """What each tier holds of it, in the prompt's order. Blocks that somebody else copies to host memory come with
-        the next one that is read, or not at all."""
-        behind = found.sources[found.num_host :]
-        reader = next((source for source in behind if source is not None), None)
-        readers: list[Source | None] = [None] * found.num_host
-        if reader is not None:
-            first = behind.index(reader)
-            readers += [reader] * first + list(behind[first:])
-        parts: list[TierPart] = []
-        for source, blocks in groupby(readers):
-            tier = HOST if source is None else source.tier.name
-            queued_bytes = self._landing_bytes() if source is None else self._stager.queued_bytes(source)
-            parts.append(TierPart(tier, sum(1 for _ in blocks), queued_bytes))
-        return parts
 
     def _poll_pending(self, arrival: Arrival) -> bool:
         """Its time may be over."""
@@ -337,7 +313,7 @@ class ArrivalFlow:
             del self._resting[arrival]
             self._decision.refreshing(arrival.episode)
             try:
-                self._look(arrival)
+                self._lookups.look_again(arrival)
             except CAUGHT as error:
                 self._report("stage", error)
             if arrival.is_waiting:

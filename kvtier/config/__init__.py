@@ -4,11 +4,20 @@ Importing this package imports pydantic; modules that only annotate with `Settin
 """
 
 from kvtier.config.machine import MemorySnapshot
-from kvtier.config.settings import DiskSettings, HostSettings, RedisSettings, RestoreSettings, Settings, StoreSettings
+from kvtier.config.settings import (
+    DiskSettings,
+    EventSettings,
+    HostSettings,
+    RedisSettings,
+    RestoreSettings,
+    Settings,
+    StoreSettings,
+)
 from kvtier.config.sources import LoadedSettings, load_settings, load_settings_with_sources
 
 __all__ = [
     "DiskSettings",
+    "EventSettings",
     "HostSettings",
     "LoadedSettings",
     "MemorySnapshot",

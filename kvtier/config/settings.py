@@ -12,7 +12,15 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, f
 from kvtier.config.machine import MemorySnapshot
 from kvtier.errors import ConfigError
 
-__all__ = ["DiskSettings", "HostSettings", "RedisSettings", "RestoreSettings", "Settings", "StoreSettings"]
+__all__ = [
+    "DiskSettings",
+    "EventSettings",
+    "HostSettings",
+    "RedisSettings",
+    "RestoreSettings",
+    "Settings",
+    "StoreSettings",
+]
 
 PAGE_BYTES = 4096
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -102,6 +110,22 @@ def parse_urls(value: object) -> tuple[str, ...]:
     return urls
 
 
+def parse_optional(value: object) -> object:
+    """Text, in which the word 'none' is none."""
+    if value == "":
+        raise ValueError("write 'none' for none")
+    return None if value == "none" else value
+
+
+def parse_password(value: object) -> SecretStr:
+    """Text that is never shown, in which the word 'none' is none: an empty one."""
+    if isinstance(value, SecretStr):
+        return value
+    if not isinstance(value, str) or not value:
+        raise ValueError("write text, or 'none' for none")
+    return SecretStr("" if value == "none" else value)
+
+
 def parse_lifetime(value: object) -> float | Literal["off"]:
     """Seconds of at least 1, or the word 'off'."""
     if value == "off":
@@ -113,6 +137,31 @@ def parse_lifetime(value: object) -> float | Literal["off"]:
     if not 1.0 <= seconds <= MAX_LIFETIME_S:
         raise ValueError(f"write seconds from 1 to {MAX_LIFETIME_S:.0f}, or 'off'")
     return seconds
+
+
+OptionalText = Annotated[str | None, BeforeValidator(parse_optional)]
+
+
+_ENDPOINT = re.compile(r"tcp://(?:\*|[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}|ipc:///[!-~]*[!-.0-~]", re.ASCII)
+_ENDPOINT_FORM = "write tcp://address:port, such as tcp://127.0.0.1:5557, or ipc:///path, or 'off'"
+
+
+def parse_endpoint(value: object) -> str:
+    """An address to listen on: tcp:// with a port, or ipc:// with an absolute path; or the word 'off'."""
+    if value == "off":
+        return "off"
+    if isinstance(value, str) and _ENDPOINT.fullmatch(value):
+        port = value.rpartition(":")[2]
+        if value.startswith("ipc://") or 0 < int(port) < 1 << 16:
+            return value
+    raise ValueError(_ENDPOINT_FORM)
+
+
+def parse_topic(value: object) -> str:
+    """Up to 255 printable characters; the word 'none' is no topic."""
+    if isinstance(value, str) and re.fullmatch(r"[!-~]{0,255}", value):
+        return "" if value == "none" else value
+    raise ValueError("write up to 255 printable characters without blanks, or 'none'")
 
 
 class _Subsystem(BaseModel):
@@ -180,6 +229,8 @@ class StoreSettings(_Subsystem):
     """Steps of allocation ahead of which an evictable block is stored."""
     max_inflight_blocks: Annotated[int, Field(ge=1)] = 512
     """Blocks whose copy down may be running at once."""
+    max_age_s: Annotated[float, Field(gt=0, le=86400)] = 60.0
+    """Seconds that a block waits at most to be written to a lower tier."""
 
 
 class DiskSettings(_Subsystem):
@@ -212,17 +263,17 @@ class RedisSettings(_Subsystem):
     """What these servers are."""
     service: Annotated[str, Field(min_length=1)] = "mymaster"
     """With Sentinel: the name of the master that it watches."""
-    username: str = ""
-    """The ACL user; empty: the default user."""
-    password: SecretStr = SecretStr("")
-    """Its password; empty: none, or that in `password_file`."""
-    password_file: str = ""
+    username: OptionalText = None
+    """The ACL user; none: the default user."""
+    password: Annotated[SecretStr, BeforeValidator(parse_password)] = SecretStr("")
+    """Its password; none: that in `password_file`, if there is one."""
+    password_file: OptionalText = None
     """A file with the password, read at every connect."""
-    tls_ca_file: str = ""
-    """Certificates that the server's must be signed by; empty: the system's."""
-    tls_cert_file: str = ""
+    tls_ca_file: OptionalText = None
+    """Certificates that the server's must be signed by; none: the system's."""
+    tls_cert_file: OptionalText = None
     """A certificate to show, for servers that ask for one."""
-    tls_key_file: str = ""
+    tls_key_file: OptionalText = None
     """Its key."""
     prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,64}$")] = "kvtier"
     """What every key begins with."""
@@ -241,6 +292,8 @@ class RedisSettings(_Subsystem):
 
     @model_validator(mode="after")
     def _check(self) -> RedisSettings:
+        if not self.url:
+            return self
         schemes = {urlsplit(url).scheme for url in self.url}
         if self.mode == "standalone" and len(self.url) > 1:
             raise ValueError("redis.url names several servers: set redis.mode to 'sentinel' or 'cluster', or name one")
@@ -250,7 +303,7 @@ class RedisSettings(_Subsystem):
             raise ValueError("redis.password and redis.password_file are both set: keep one")
         if bool(self.tls_cert_file) != bool(self.tls_key_file):
             raise ValueError("redis.tls_cert_file and redis.tls_key_file go together: set both, or none")
-        if (self.tls_ca_file or self.tls_cert_file) and self.url and schemes != {"rediss"}:
+        if (self.tls_ca_file or self.tls_cert_file) and schemes != {"rediss"}:
             raise ValueError("redis.tls_ca_file and redis.tls_cert_file need redis.url to begin with rediss://")
         return self
 
@@ -278,6 +331,25 @@ class RestoreSettings(_Subsystem):
     """What becomes of a request whose restore failed for good."""
 
 
+class EventSettings(_Subsystem):
+    """KV events of what each tier holds, for routers. Off unless it has an endpoint."""
+
+    endpoint: Annotated[str, BeforeValidator(parse_endpoint)] = "off"
+    """Where events are published, or 'off'."""
+    replay_endpoint: Annotated[str, BeforeValidator(parse_endpoint)] = "off"
+    """Where listeners ask for batches that they missed, or 'off'."""
+    topic: Annotated[str, BeforeValidator(parse_topic)] = ""
+    """What listeners subscribe to; empty: they need not."""
+    buffer_batches: Annotated[int, Field(ge=1, le=100_000)] = 10_000
+    """Past batches that may be asked for again."""
+
+    @model_validator(mode="after")
+    def _check(self) -> EventSettings:
+        if self.endpoint == self.replay_endpoint != "off":
+            raise ValueError("events.replay_endpoint must be another address than events.endpoint")
+        return self
+
+
 class Settings(_Subsystem):
     """Everything that can be set. `Settings()` is the defaults; `load_settings` reads file and environment."""
 
@@ -286,3 +358,4 @@ class Settings(_Subsystem):
     redis: RedisSettings = RedisSettings()
     store: StoreSettings = StoreSettings()
     restore: RestoreSettings = RestoreSettings()
+    events: EventSettings = EventSettings()

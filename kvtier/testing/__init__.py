@@ -7,6 +7,6 @@ executors under control.
 from kvtier.testing.clock import FakeClock
 from kvtier.testing.executor import InlineExecutor, ManualExecutor
 from kvtier.testing.faults import FaultyTier
-from kvtier.testing.tier import DictTier
+from kvtier.testing.tier import DictTier, RemoteDictTier
 
-__all__ = ["DictTier", "FakeClock", "FaultyTier", "InlineExecutor", "ManualExecutor"]
+__all__ = ["DictTier", "FakeClock", "FaultyTier", "InlineExecutor", "ManualExecutor", "RemoteDictTier"]

@@ -9,7 +9,7 @@ from kvtier.errors import ClosedError, IntegrityError
 from kvtier.keys import Key
 from kvtier.tiers.base import ReadOutcome, ReadRequest, Tier, TierUsage, WriteOutcome, WriteRequest
 
-__all__ = ["DictTier"]
+__all__ = ["DictTier", "RemoteDictTier"]
 
 
 class DictTier(Tier):
@@ -93,3 +93,40 @@ class DictTier(Tier):
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the dict tier is closed")
+
+
+class RemoteDictTier(DictTier):
+    """As if another machine had the dictionary: it is asked and not known, and raises while it `is_sick`.
+
+    num_asked, num_probes: keys asked for by `contains`, and probes.
+    """
+
+    name = "remote"
+    is_remote = True
+
+    def __init__(self, capacity_bytes: int = 1 << 30) -> None:
+        super().__init__(capacity_bytes)
+        self.is_sick = False
+        self.num_asked = 0
+        self.num_probes = 0
+
+    def probe(self) -> None:
+        self.num_probes += 1
+        self._check_well()
+
+    def contains(self, keys: Sequence[Key]) -> list[bool]:
+        self._check_well()
+        self.num_asked += len(keys)
+        return super().contains(keys)
+
+    def read(self, requests: Sequence[ReadRequest]) -> list[ReadOutcome]:
+        self._check_well()
+        return super().read(requests)
+
+    def write(self, requests: Sequence[WriteRequest]) -> list[WriteOutcome]:
+        self._check_well()
+        return super().write(requests)
+
+    def _check_well(self) -> None:
+        if self.is_sick:
+            raise ConnectionError("the other machine does not answer")

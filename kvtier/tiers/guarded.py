@@ -22,8 +22,10 @@ logger = logging.getLogger("kvtier.tiers")
 
 _KNOWN_BY_HEART = (WriteOutcome.ALREADY_STORED, WriteOutcome.WITHDRAWN)
 
-_Request = TypeVar("_Request", ReadRequest, WriteRequest)
-_Outcome = TypeVar("_Outcome", ReadOutcome, WriteOutcome)
+_FAILED = (ReadOutcome.ERROR, WriteOutcome.ERROR)
+
+_Request = TypeVar("_Request")
+_Answer = TypeVar("_Answer")
 
 
 class _Call:
@@ -39,16 +41,20 @@ class _Call:
 
 class GuardedTier(TierWrapper):
     """Reads and writes go through the breaker; where it refuses, every block is REFUSED and the tier is not touched.
+    So does whatever else asks a remote tier: where that is refused or fails, nothing is there.
 
     What counts as a failure of the device: an exception, any block that ended in ERROR, and a call that took longer
     than `timeout_s`. Anything else is an answer, a miss and a full tier too, but for a write of blocks that were all
     stored before or withdrawn: a tier knows that by heart, and a hung device would pass its probe by it. A call that
-    is still under way after `timeout_s` is found when someone looks (`is_available`, `num_overdue` or another call)
-    and opens the breaker at once; nothing can end it, so its thread stays away until the device lets it go. When it
-    comes back well after all, the breaker asks the device soon.
+    takes longer than `timeout_s` opens the breaker at once, when it comes back badly or when someone looks before that
+    (`is_available`, `num_overdue` or another call); nothing can end it, so its thread stays away until the device lets
+    it go. When it comes back well after all, the breaker asks the device soon.
 
-    Raises ClosedError and ForkedError of the tier, which are no sickness, and nothing else from reads, writes and
-    `contains`. Adds no waiting of its own: whatever blocks is the tier.
+    While the breaker of a remote tier is not closed no call reaches the tier but `probe`, which nobody waits for: a
+    request that was the probe would wait in vain once more each time.
+
+    Raises ClosedError and ForkedError of the tier, which are no sickness, and nothing else from reads, writes, `touch`
+    and `contains`. Adds no waiting of its own: whatever blocks is the tier.
 
     Mutable state: `_calls`, `_errors`, guarded by `_lock`, which is never held while the tier works. Lock order:
     `_lock`, then the breaker's.
@@ -86,47 +92,81 @@ class GuardedTier(TierWrapper):
             return dict(self._errors)
 
     def contains(self, keys: Sequence[Key]) -> list[bool]:
-        """As the tier says, whatever its breaker; where that raises, nothing is there."""
+        """As the tier says; nothing is there where that raises, nor in a remote tier that is sick."""
+        return self.look(keys) or [False] * len(keys)
+
+    def look(self, keys: Sequence[Key]) -> list[bool] | None:
+        """As `contains`; None where the tier was not asked, or did not answer."""
+        if self.is_remote:
+            return self._guarded("contains", self._inner.contains, keys, None, None, _answered)
         try:
             return self._inner.contains(keys)
         except (ClosedError, ForkedError):
             raise
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - counted and logged
             self._count(error, "contains")
-            return [False] * len(keys)
+            return None
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        if self.is_remote:
+            self._guarded("touch", self._inner.touch, keys, None, None, _answered)
+        else:
+            self._inner.touch(keys)
 
     def read(self, requests: Sequence[ReadRequest]) -> list[ReadOutcome]:
-        return self._guarded("read", self._inner.read, requests, ReadOutcome.REFUSED, ReadOutcome.ERROR)
+        refused, failed = ([outcome] * len(requests) for outcome in (ReadOutcome.REFUSED, ReadOutcome.ERROR))
+        return self._guarded("read", self._inner.read, requests, refused, failed, _verdict)
 
     def write(self, requests: Sequence[WriteRequest]) -> list[WriteOutcome]:
-        return self._guarded("write", self._inner.write, requests, WriteOutcome.REFUSED, WriteOutcome.ERROR)
+        refused, failed = ([outcome] * len(requests) for outcome in (WriteOutcome.REFUSED, WriteOutcome.ERROR))
+        return self._guarded("write", self._inner.write, requests, refused, failed, _verdict)
+
+    def try_probe(self) -> bool:
+        """Ask a remote tier whether it is well again, if that is due; whether it was asked. Blocks as `probe` does."""
+        self._trip_overdue()
+        if self._breaker.is_closed or (permit := self._breaker.try_acquire()) is None:
+            return False
+        self._call("probe", self._inner.probe, permit, None, _answered)
+        return True
 
     def _guarded(
         self,
         verb: str,
-        operation: Callable[[Sequence[_Request]], list[_Outcome]],
+        operation: Callable[[Sequence[_Request]], _Answer],
         requests: Sequence[_Request],
-        refused: _Outcome,
-        failed: _Outcome,
-    ) -> list[_Outcome]:
+        refused: _Answer,
+        failed: _Answer,
+        judge: Callable[[_Answer], bool | None],
+    ) -> _Answer:
         if not requests:  # would be a probe that tries nothing
             return operation(requests)
         self._trip_overdue()
-        permit = self._breaker.try_acquire()
+        permit = self._breaker.try_acquire(may_probe=not self.is_remote)
         if permit is None:
-            return [refused] * len(requests)
+            return refused
+        return self._call(verb, lambda: operation(requests), permit, failed, judge)
+
+    def _call(
+        self,
+        verb: str,
+        operation: Callable[[], _Answer],
+        permit: Permit,
+        failed: _Answer,
+        judge: Callable[[_Answer], bool | None],
+    ) -> _Answer:
         number, call = self._begin(permit)
-        outcomes: list[_Outcome] | None = None
+        well: bool | None = None
         try:
-            outcomes = operation(requests)
+            answer = operation()
+            well = judge(answer)
         except (ClosedError, ForkedError):
             raise
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - counted and logged
             self._count(error, verb)
-            outcomes = [failed] * len(requests)
+            answer, well = failed, False
         finally:
-            self._end(number, call, well=None if outcomes is None else _verdict(outcomes, failed))
-        return outcomes
+            self._end(number, call, well=well)
+        return answer
 
     # ---- calls under way -----------------------------------------------------------------------------------------
 
@@ -147,6 +187,8 @@ class GuardedTier(TierWrapper):
         elif well and (in_time or call.tripped):  # one that tripped has counted as a failure; its answer now is news
             call.permit.succeed()
         else:
+            if not (well or in_time):
+                call.permit.overdue()
             call.permit.fail()
 
     def _trip_overdue(self) -> int:
@@ -186,8 +228,13 @@ class GuardedTier(TierWrapper):
             )
 
 
-def _verdict(outcomes: Sequence[_Outcome], failed: _Outcome) -> bool | None:
+def _verdict(outcomes: Sequence[ReadOutcome | WriteOutcome]) -> bool | None:
     """Whether the device did well; None when nothing was learnt of it."""
-    if failed in outcomes:
+    if any(outcome in _FAILED for outcome in outcomes):
         return False
     return None if all(outcome in _KNOWN_BY_HEART for outcome in outcomes) else True
+
+
+def _answered(answer: object) -> bool:
+    del answer
+    return True

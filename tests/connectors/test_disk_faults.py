@@ -184,7 +184,7 @@ def test_a_full_disk_takes_no_writes_and_still_serves(open_disk: OpenDisk) -> No
 def test_a_tier_that_raises_anything_costs_hits_and_no_more(open_disk: OpenDisk, seed: int) -> None:
     rng = random.Random(seed)
     rig = open_disk(num_blocks=10, host_blocks=8, disk__size=SMALL_DISK)
-    faulty = FaultyTier(rig.lower._disk, seed, raise_rate=0.3, error_rate=0.1, damage_rate=0.1)
+    faulty = FaultyTier(rig.lower.device, seed, raise_rate=0.3, error_rate=0.1, damage_rate=0.1)
     rig.put_between(lambda _tier: faulty)
     for turn in range(40):
         rig.add(f"r{turn}", prompt(rng.randint(1, 20), 50 * rng.randrange(5)), rng.randint(1, 3))

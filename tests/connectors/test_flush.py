@@ -343,7 +343,7 @@ def test_a_reset_that_a_tier_cannot_remember_turns_everything_off(
     rig.generate(prompt(17))
     assert rig.flush() == 0
     if how == "fails":
-        monkeypatch.setattr(rig.lower._disk, "start_epoch", lambda epoch: (_ for _ in ()).throw(OSError("no room")))
+        monkeypatch.setattr(rig.lower.device, "start_epoch", lambda epoch: (_ for _ in ()).throw(OSError("no room")))
         rig.disk_jobs.inline = True
     with pytest.raises(TierError, match="did not reach every tier"):
         rig.engine.reset_cache()
@@ -500,7 +500,7 @@ def test_writes_go_no_faster_than_told(open_disk: OpenDisk) -> None:
     """Four blocks of 4 KiB a second, where a burst of a quarter is free: time passes in the throttle's waits alone."""
     rig = open_disk(block_tokens=BIG_BLOCK, host_blocks=32, max_batch_tokens=2048, disk__max_write_rate=4 * 4096)
     waited: list[float] = []
-    throttle = rig.lower.tier
+    throttle = rig.lower._watched.inner
     assert isinstance(throttle, ThrottledTier)
 
     def wait(seconds: float) -> None:

@@ -94,6 +94,7 @@ def test_whatever_comes_and_goes_the_answer_is_the_stores(seed: int, space: Spac
             case 1:
                 put(space, range(chance.randrange(16)))
             case 2 if chance.random() < 0.1:
+                assert isinstance(space._store, Store)
                 space._store.reset()
         first, num_blocks = chance.randrange(20), chance.randrange(30)
         before = run

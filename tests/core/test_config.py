@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import SecretStr
 
 from kvtier.config import (
     HostSettings,
@@ -40,9 +41,26 @@ VALUES: dict[str, tuple[str, object, str]] = {
     "disk.min_uses": ("2", 2, "0"),
     "disk.max_write_rate": ("200MiB", 200 << 20, "fast"),
     "disk.timeout_s": ("0.5", 0.5, "inf"),
+    "redis.url": ("rediss://a:6380", ("rediss://a:6380",), "http://a"),
+    "redis.mode": ("cluster", "cluster", "ring"),
+    "redis.service": ("cache", "cache", ""),
+    "redis.username": ("kv", "kv", ""),
+    "redis.password": ("s3cret", SecretStr("s3cret"), ""),
+    "redis.password_file": ("/run/secrets/redis", "/run/secrets/redis", ""),
+    "redis.tls_ca_file": ("/etc/ca.pem", "/etc/ca.pem", ""),
+    "redis.tls_cert_file": ("/etc/cert.pem", "/etc/cert.pem", ""),
+    "redis.tls_key_file": ("/etc/key.pem", "/etc/key.pem", ""),
+    "redis.prefix": ("prod:kv", "prod:kv", "a{b}"),
+    "redis.tenant": ("team-a", "team-a", "a:b"),
+    "redis.ttl_s": ("3600", 3600.0, "0"),
+    "redis.connections": ("8", 8, "0"),
+    "redis.timeout_s": ("0.25", 0.25, "nan"),
+    "redis.min_uses": ("2", 2, "0"),
+    "redis.max_write_rate": ("200MiB", 200 << 20, "fast"),
     "store.policy": ("off", "off", "on-evict"),
     "store.horizon_steps": ("4", 4.0, "nan"),
     "store.max_inflight_blocks": ("9", 9, "0"),
+    "store.max_age_s": ("2.5", 2.5, "inf"),
     "restore.enabled": ("false", False, "perhaps"),
     "restore.max_inflight_blocks": ("1", 1, "1.5"),
     "restore.max_wait_s": ("0", 0.0, "soon"),
@@ -52,6 +70,10 @@ VALUES: dict[str, tuple[str, object, str]] = {
     "restore.episode_budget_s": ("2.5", 2.5, "nan"),
     "restore.max_attempts": ("1", 1, "0"),
     "restore.on_failure": ("fail", "fail", "abort"),
+    "events.endpoint": ("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5557", "tcp://127.0.0.1"),
+    "events.replay_endpoint": ("ipc:///run/kv-replay", "ipc:///run/kv-replay", "ipc://kv-replay"),
+    "events.topic": ("kv@node-1", "kv@node-1", "two words"),
+    "events.buffer_batches": ("100", 100, "0"),
 }
 
 
@@ -105,6 +127,7 @@ def test_each_setting_works_from_each_source(name: str, tmp_path: Path) -> None:
     section, _, leaf = name.partition(".")
     written = str(value).lower() if isinstance(value, bool | int | float) else f"'{value}'"
     written = str(list(value)) if isinstance(value, tuple) else written
+    written = repr(value.get_secret_value()) if isinstance(value, SecretStr) else written
     path = write(tmp_path / "kvtier.toml", f"[{section}]\n{leaf} = {written}\n")
     assert value_of(load_settings(env={variable_name(name): text}), name) == value
     assert value_of(load_settings(path, env={}), name) == value

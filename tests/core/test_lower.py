@@ -17,19 +17,22 @@ from kvtier.config import DiskSettings, load_settings
 from kvtier.errors import ConfigError, TierError
 from kvtier.executor import ThreadExecutor
 from kvtier.keys import BlockDigest, Key, make_key
-from kvtier.lower import LowerTier, open_disk
+from kvtier.lower import LowerTier
 from kvtier.memory import PAGE_BYTES, PoolMemory
+from kvtier.opened import open_disk
 from kvtier.pool import HostPool
 from kvtier.reasons import DropReason
 from kvtier.testing import FakeClock, ManualExecutor
 from kvtier.testing.files import Fault, FaultyFiles
 from kvtier.tiers.base import ReadOutcome, ReadRequest, WriteOutcome, WriteRequest
+from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.reservation import Reservation
 from kvtier.tiers.throttled import ThrottledTier
 
 SPACE = b"s" * 16
 LATE_S = 3.0
+MAX_AGE_S = 60.0
 
 
 def name(number: int) -> BlockDigest:
@@ -54,7 +57,7 @@ class Harness:
         self.jobs = ManualExecutor()
         disk = open_disk(self.settings, self.clock, self.files)
         executor = None if threads else self.jobs
-        self.lower = LowerTier(disk, self.settings, self.host, self.pool, self.clock, executor)
+        self.lower = LowerTier(disk, self.host, self.pool, self.clock, MAX_AGE_S, executor)
         self.owner = self.pool.owner("test")
 
     def put(self, *numbers: int) -> None:
@@ -140,7 +143,7 @@ def test_as_much_may_wait_as_an_engines_pool_holds_at_once(tmp_path: Path) -> No
     settings: DiskSettings = load_settings(env={}, overrides=overrides).disk
     pool = HostPool(PoolMemory(8 * gibibyte, touch=False), 64 << 20)
     host, clock = HostTier(pool), FakeClock()
-    lower = LowerTier(open_disk(settings, clock), settings, host, pool, clock, ManualExecutor())
+    lower = LowerTier(open_disk(settings, clock), host, pool, clock, MAX_AGE_S, ManualExecutor())
     owner = pool.owner("test")
     for number in range(2 * gibibyte // block_bytes):
         parent = name(number - 1) if number else None
@@ -163,7 +166,8 @@ def test_a_use_is_told_to_the_tier_off_the_engines_thread(make: Callable[..., Ha
     harness.lower.note_use(SPACE, [name(1), name(2)], None)
     assert len(harness.jobs) == 1
     harness.jobs.run_all()
-    assert harness.lower._disk._catalog._segments[next(iter(harness.lower._disk._catalog._segments))].used
+    assert isinstance(disk := harness.lower.device, DiskTier)
+    assert disk._catalog._segments[next(iter(disk._catalog._segments))].used
 
 
 @pytest.mark.bug("PF13")
@@ -182,7 +186,7 @@ def test_a_block_is_written_at_the_use_that_is_set(make: Callable[..., Harness])
 
 def test_a_rate_of_writing_is_kept_and_reads_pass(make: Callable[..., Harness]) -> None:
     harness = make(max_write_rate=PAGE_BYTES)
-    throttle = harness.lower.tier
+    throttle = harness.lower._watched.inner
     assert isinstance(throttle, ThrottledTier)
     waits: list[float] = []
     throttle._wait = waits.append
@@ -193,7 +197,7 @@ def test_a_rate_of_writing_is_kept_and_reads_pass(make: Callable[..., Harness]) 
 
 
 def test_a_store_without_a_rate_has_no_throttle(make: Callable[..., Harness]) -> None:
-    assert not isinstance(make().lower.tier, ThrottledTier)
+    assert not isinstance(make().lower._watched.inner, ThrottledTier)
 
 
 # ---- whether it may be asked -----------------------------------------------------------------------------------------
@@ -430,7 +434,8 @@ def test_a_directory_that_cannot_be_used_is_an_error_of_its_setting(tmp_path: Pa
 def test_the_settings_reach_the_tier(tmp_path: Path) -> None:
     paths = [str(tmp_path / "one"), str(tmp_path / "two")]
     overrides = {"disk.path": paths, "disk.size": "8MiB", "disk.min_free": 1, "disk.codec": "lz4"}
-    disk = open_disk(load_settings(env={}, overrides=overrides).disk, FakeClock())
+    disk = open_disk(load_settings(env={}, overrides=overrides).disk, FakeClock()).tier
+    assert isinstance(disk, DiskTier)
     try:
         snapshot = disk.snapshot()
         assert sorted(snapshot.mode) == paths

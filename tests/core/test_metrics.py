@@ -19,7 +19,7 @@ from kvtier.families import GAUGES, LABELS, WORDS, StatsCollector
 from kvtier.keys import Extras, Namespace, Shard, digest_tokens
 from kvtier.layout import KVLayout
 from kvtier.memory import PAGE_BYTES
-from kvtier.metrics import DiskStats, Ledger, LedgerSnapshot, StatsSnapshot
+from kvtier.metrics import DiskStats, Ledger, LedgerSnapshot, LowerStats, RedisStats, RemoteStats, StatsSnapshot
 from kvtier.reasons import DropReason, MissReason
 from kvtier.store import Space, Store
 from kvtier.testing import FakeClock, ManualExecutor
@@ -202,7 +202,7 @@ def test_prometheus_text_has_every_field_once_and_nothing_negative(store: Store,
     families = list(text_string_to_metric_families(text))
     names = Counter(family.name for family in families)
     assert names == Counter(
-        f"kvtier_{field.name}" for field in dataclasses.fields(StatsSnapshot) if field.name != "disk"
+        f"kvtier_{field.name}" for field in dataclasses.fields(StatsSnapshot) if field.name not in ("disk", "redis")
     )
     stats = store.stats()
     for family in families:
@@ -248,7 +248,11 @@ def test_prometheus_text_has_every_field_of_the_disk_too(tmp_path: Path) -> None
         families, stats = scrape(store), store.stats()
         assert stats.disk is not None
         assert stats.disk.read_only != {}
-        expected = {f"kvtier_{f.name}": getattr(stats, f.name) for f in dataclasses.fields(stats) if f.name != "disk"}
+        expected = {
+            f"kvtier_{f.name}": getattr(stats, f.name)
+            for f in dataclasses.fields(stats)
+            if f.name not in ("disk", "redis")
+        }
         expected |= {
             f"kvtier_disk_{f.name}": getattr(stats.disk, f.name)
             for f in dataclasses.fields(stats.disk)
@@ -334,8 +338,8 @@ def test_a_scrape_takes_one_snapshot(store: Store) -> None:
 def test_every_field_says_what_it_counts() -> None:
     import inspect
 
-    for kind in (StatsSnapshot, LedgerSnapshot, DiskStats):
-        body = inspect.getsource(kind)
+    for kind in (StatsSnapshot, LedgerSnapshot, LowerStats, DiskStats, RemoteStats, RedisStats):
+        body = "".join(inspect.getsource(each) for each in kind.__mro__ if dataclasses.is_dataclass(each))
         for field in dataclasses.fields(kind):
             declaration = body.index(f"    {field.name}: ")
             assert '"""' in body[declaration:].splitlines()[1], field.name

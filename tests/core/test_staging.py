@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvtier import readqueue as readqueue_module
 from kvtier import staging as staging_module
 from kvtier.errors import IntegrityError
 from kvtier.executor import Executor, ThreadExecutor
@@ -97,6 +98,21 @@ class Lower:
     tier: LowerTier
     executor: Executor
     is_available: bool = True
+    is_remote: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.tier.name
+
+    @property
+    def asking(self) -> Executor:
+        return self.executor
+
+    def held(self, keys: Sequence[Key]) -> list[bool]:
+        return self.tier.contains(keys)
+
+    def look(self, keys: Sequence[Key]) -> list[bool] | None:
+        return self.tier.contains(keys)
 
 
 class Harness:
@@ -180,8 +196,9 @@ class Harness:
     def check(self) -> None:
         self.stager.check_integrity()
         self.host.check_integrity()
-        assert self.stager._budget.live_bytes <= max(self.max_inflight, 1) * PAGE_BYTES
-        assert self.stager.inflight_bytes <= max(2 * self.max_inflight, 1) * PAGE_BYTES
+        for source, budget in self.stager._queue._budgets.items():
+            assert budget.live_bytes <= max(self.max_inflight, 1) * PAGE_BYTES
+            assert self.stager.inflight_bytes_of(source) <= max(2 * self.max_inflight, 1) * PAGE_BYTES
         for space, digest, *_, state in list(self.host._index.items()):
             if state is BlockState.COMMITTED:
                 assert self.read_host(number_of(digest), space) == content(space, number_of(digest))
@@ -198,8 +215,8 @@ class Harness:
             assert self.leased(stage) == 0
         self.check()
         assert self.stager.inflight_bytes == 0
-        assert not self.stager._reads
-        assert not self.stager._queue
+        assert not self.stager._queue.reads
+        assert not self.stager._queue._stages
         self.owner.close()
         assert self.pool.usage().num_leases == 0
         with self.pool.owner("all") as every:
@@ -214,7 +231,7 @@ class Harness:
 
 @pytest.fixture(autouse=True)
 def one_block_a_job(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    monkeypatch.setattr(staging_module, "READ_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(readqueue_module, "READ_BYTES", PAGE_BYTES)
     monkeypatch.setattr(staging_module, "JOBS_AT_ONCE", 100)
     yield
     caplog.get_records("call").clear()  # tracebacks in them hold views of the pool
@@ -384,7 +401,7 @@ def test_a_block_whose_parent_is_still_being_read_cannot_be_found_yet(eight: Har
 def test_a_job_takes_as_many_blocks_as_bytes_allow_and_of_one_tier(
     eight: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging_module, "READ_BYTES", 2 * PAGE_BYTES)
+    monkeypatch.setattr(readqueue_module, "READ_BYTES", 2 * PAGE_BYTES)
     eight.tier.put(0, 1, 2)
     eight.far.put(3)
     eight.begin(0, 1, 2, 3)
@@ -599,7 +616,7 @@ def test_whatever_a_tier_raises_ends_the_read_and_no_more(eight: Harness, error:
 
 
 def test_a_tier_that_answers_for_too_few_blocks_has_failed(eight: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging_module, "READ_BYTES", 8 * PAGE_BYTES)
+    monkeypatch.setattr(readqueue_module, "READ_BYTES", 8 * PAGE_BYTES)
     eight.tier.put(0, 1)
     monkeypatch.setattr(eight.tier, "read", lambda requests: [ReadOutcome.OK])
     stage = eight.begin(0, 1)
@@ -746,8 +763,8 @@ def test_a_refused_job_of_the_engines_thread_keeps_no_other_stage_from_its_turn(
 
 
 def test_a_job_takes_no_more_than_some_blocks_however_small(eight: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging_module, "READ_BYTES", 64 * PAGE_BYTES)
-    monkeypatch.setattr(staging_module, "READ_BLOCKS", 2)
+    monkeypatch.setattr(readqueue_module, "READ_BYTES", 64 * PAGE_BYTES)
+    monkeypatch.setattr(readqueue_module, "READ_BLOCKS", 2)
     eight.tier.put(0, 1, 2)
     eight.begin(0, 1, 2)
     eight.run_all()
@@ -916,7 +933,7 @@ def test_a_host_pool_full_of_leases_ends_the_stage(eight: Harness) -> None:
 
 
 def test_behind_a_block_without_a_slot_nobody_elses_block_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging_module, "READ_BYTES", 8 * PAGE_BYTES)
+    monkeypatch.setattr(readqueue_module, "READ_BYTES", 8 * PAGE_BYTES)
     harness = Harness(8)
     real, refused = harness.host.reserve, []
 
@@ -1129,23 +1146,24 @@ def test_nothing_begins_in_a_stager_that_closes_meanwhile(eight: Harness, monkey
 def test_integrity_sees_what_does_not_agree(eight: Harness) -> None:
     eight.tier.put(0)
     stage = eight.begin(0)
-    eight.stager._budget.live_bytes += 1
+    budget = eight.stager._queue._budgets[eight.disk]
+    budget.live_bytes += 1
     with pytest.raises(IntegrityError, match="bytes"):
         eight.stager.check_integrity()
-    eight.stager._budget.live_bytes -= 1
-    (read,) = eight.stager._reads.values()
+    budget.live_bytes -= 1
+    (read,) = eight.stager._queue.reads.values()
     read.num_live = 2
     with pytest.raises(IntegrityError, match="stages wait"):
         eight.stager.check_integrity()
     read.num_live = 1
     read.waiters.clear()
     read.num_live, read.is_abandoned = 0, True
-    eight.stager._budget.live_bytes, eight.stager._budget.abandoned_bytes = 0, PAGE_BYTES
+    budget.live_bytes, budget.abandoned_bytes = 0, PAGE_BYTES
     stage._pending.add(5)
-    eight.stager._queue.append(stage)
+    eight.stager._queue.add(stage)
     with pytest.raises(IntegrityError, match="nobody reads"):
         eight.stager.check_integrity()
-    eight.stager._queue.clear()
+    eight.stager._queue._stages.clear()
     stage._pending.discard(5)
     read.waiters.append((stage, 0))
     read.num_leased, read.num_live = 0, 1
@@ -1184,7 +1202,7 @@ class StagingMachine(RuleBasedStateMachine):
     @initialize(pages=st.integers(4, 16), budget=st.integers(0, 4), queued=st.sampled_from([1, 2, 100]))
     def build(self, pages: int, budget: int, queued: int) -> None:
         logging.getLogger("kvtier.staging").setLevel(logging.CRITICAL)
-        self.read_bytes, staging_module.READ_BYTES = staging_module.READ_BYTES, 2 * PAGE_BYTES
+        self.read_bytes, readqueue_module.READ_BYTES = readqueue_module.READ_BYTES, 2 * PAGE_BYTES
         self.harness = Harness(pages, budget, queued)
         self.begun: list[Begun] = []
         self.stored = 0
@@ -1276,7 +1294,7 @@ class StagingMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         harness = self.harness
         harness.check()
-        under_way = len(harness.stager._reads)
+        under_way = len(harness.stager._queue.reads)
         assert harness.stager._owner.num_leases <= 2 * under_way, "a block and its parent for each read"
         for item in self.begun:
             stage = item.stage
@@ -1286,7 +1304,7 @@ class StagingMachine(RuleBasedStateMachine):
                 assert stage.num_end == stage.num_blocks
         if not (len(harness.jobs) or len(harness.far_jobs)):
             assert harness.stager.inflight_bytes == 0
-            assert not harness.stager._queue
+            assert not harness.stager._queue._stages
             assert all(item.stage.done for item in self.begun)
 
     def teardown(self) -> None:
@@ -1294,7 +1312,7 @@ class StagingMachine(RuleBasedStateMachine):
             self.harness.run_all()
             assert all(item.stage.done for item in self.begun)
             self.harness.close()
-            staging_module.READ_BYTES = self.read_bytes
+            readqueue_module.READ_BYTES = self.read_bytes
             logging.getLogger("kvtier.staging").setLevel(logging.NOTSET)
 
 

@@ -431,9 +431,9 @@ def test_a_directory_in_use_is_refused_and_nothing_stays_open(open_store: OpenSt
 def test_a_store_that_cannot_be_built_gives_its_directory_back(
     open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("HostTier", "LowerTier", "PoolMemory"):
+    for name in ("store.HostTier", "below.LowerTier", "store.PoolMemory"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"kvtier.store.{name}", lambda *args, **kwargs: (_ for _ in ()).throw(RuntimeError("no")))
+            patch.setattr(f"kvtier.{name}", lambda *args, **kwargs: (_ for _ in ()).throw(RuntimeError("no")))
             with pytest.raises(RuntimeError, match="no"):
                 open_store()
     open_store()
@@ -511,7 +511,7 @@ reservation.lease.view[:] = digests[0] * 128
 space.commit([reservation])
 assert store.flush(30) == 0
 lower = store.lower[0]
-locks = [store.host._lock, store._counters.lock, store.pool._lock, lower._disk._catalog.lock, lower.executor._wake]
+locks = [store.host._lock, store._counters.lock, store.pool._lock, lower.device._catalog.lock, lower.executor._wake]
 for lock in locks:
     lock.acquire()  # as another thread may have, when the process forks
 child = os.fork()

@@ -103,13 +103,14 @@ def test_a_wrapper_forwards_the_whole_contract() -> None:
         name = "recorded"
 
         def __getattribute__(self, attribute: str) -> Any:
-            if not attribute.startswith("_") and attribute != "name":
+            if not attribute.startswith("_") and attribute not in ("name", "is_remote"):
                 called.append(attribute)
             return super().__getattribute__(attribute)
 
         epoch = 3
 
         def start_epoch(self, epoch: int) -> None: ...
+        def probe(self) -> None: ...
         def touch(self, keys: Sequence[Key]) -> None: ...
         def contains(self, keys: Sequence[Key]) -> list[bool]:
             return [True]
@@ -133,6 +134,7 @@ def test_a_wrapper_forwards_the_whole_contract() -> None:
     wrapper = TierWrapper(inner)
     assert (wrapper.inner, wrapper.name, wrapper.epoch) == (inner, "recorded", 3)
     wrapper.start_epoch(4)
+    wrapper.probe()
     wrapper.touch([])
     wrapper.check_integrity()
     assert wrapper.contains([]) == [True]
@@ -141,7 +143,7 @@ def test_a_wrapper_forwards_the_whole_contract() -> None:
     assert wrapper.remove([]) == 7
     assert str(wrapper.usage()) == "usage"
     wrapper.close()
-    assert {*called} == {name for name in vars(Tier) if not name.startswith("_")}
+    assert {*called, "is_remote"} == {name for name in vars(Tier) if not name.startswith("_")}
 
 
 # ---- guarded: exceptions ---------------------------------------------------------------------------------------------

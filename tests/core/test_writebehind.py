@@ -82,6 +82,9 @@ class LowerTier(DictTier):
         return outcomes
 
 
+MAX_AGE_S = 60.0
+
+
 class Harness:
     """A host tier over a few pages, and a queue to one lower tier."""
 
@@ -107,6 +110,7 @@ class Harness:
             executor or self.jobs,
             self.clock,
             max_bytes=max_blocks * PAGE_BYTES,
+            max_age_s=MAX_AGE_S,
             min_uses=min_uses,
             max_jobs=max_jobs,
         )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from kvtier.lower import open_disk
+from kvtier.opened import open_disk
 from kvtier.testing.files import Fault, FaultyFiles
 from kvtier_connectors.contract import CopyDirection
 from tests.vllm.conftest import LLMs
@@ -87,7 +87,7 @@ def with_disk(directory: Path, **settings: Any) -> Any:
 def files(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyFiles]:
     """Those of every disk tier that is opened after this; whoever is stalled is let go before the engine ends."""
     faulty = FaultyFiles(1)
-    monkeypatch.setattr("kvtier.store.open_disk", lambda settings, clock, _: open_disk(settings, clock, faulty))
+    monkeypatch.setattr("kvtier.below.open_disk", lambda settings, clock, _: open_disk(settings, clock, faulty))
     yield faulty
     faulty.heal()
 

@@ -15,6 +15,7 @@ import numpy as np
 from kvtier.config import DiskSettings, HostSettings, RestoreSettings, Settings
 from kvtier.keys import BlockDigest, Namespace, Shard, make_key
 from kvtier.layout import KVLayout
+from kvtier.metrics import DiskStats
 from kvtier.reasons import DropReason
 from kvtier.store import Store
 from kvtier.tiers.base import ReadOutcome, ReadRequest
@@ -90,6 +91,13 @@ class DiskBench:
         self._run = 0
         self.digests: list[BlockDigest] = []
         self.blocks = self._fill()
+
+    @property
+    def disk(self) -> DiskStats:
+        """The tier's counts now."""
+        disk = self.store.stats().disk
+        assert disk is not None
+        return disk
 
     @property
     def gigabytes(self) -> float:
@@ -203,10 +211,8 @@ def _benched(
         with PlainFile(directory / "plain", length, direct=files is None) as plain:
             for _ in range(2):
                 plain.write(bench.blocks, threads)
-            snapshot = bench.store.lower[0].stats()
-            while not snapshot.evicted_blocks:
+            while not bench.disk.evicted_blocks:
                 bench.store_blocks()
-                snapshot = bench.store.lower[0].stats()
             yield bench, plain
     finally:
         bench.close()
@@ -260,7 +266,7 @@ def _latency(bench: DiskBench, plain: PlainFile, shape: str, runs: int) -> Itera
 
 
 def _buffered(bench: DiskBench, plain: PlainFile, shape: str, runs: int) -> Figure:
-    modes = set(bench.store.lower[0].stats().modes.values())
+    modes = set(bench.disk.modes.values())
     assert modes == {"buffered"}, f"the tier is {modes}"
 
     def value() -> float:

@@ -237,7 +237,9 @@ class FaultRig:
 
     @property
     def disk(self) -> DiskStats:
-        return self.store.lower[0].stats()
+        disk = self.store.stats().disk
+        assert disk is not None
+        return disk
 
     def forget_host(self) -> None:
         """Leave the disk tier as the only one that holds anything."""

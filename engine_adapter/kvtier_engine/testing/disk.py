@@ -189,7 +189,7 @@ class DiskRig(EngineRig):
     def put_between(self, wrap: Callable[[Tier], Tier]) -> None:
         """Have calls pass a tier between the store's wrappers and the disk, in place of the one before."""
         lower = self.lower
-        lower._meter._inner = wrap(StallingTier(lower._disk, self.disk_jobs))
+        lower._meter._inner = wrap(StallingTier(lower.device, self.disk_jobs))
 
     @property
     def opened(self) -> Store:
@@ -257,7 +257,7 @@ class DiskRig(EngineRig):
         super().verify_quiet()
         stats = self.opened.stats()
         assert stats.staging_bytes == self.disk.queued_bytes == self.disk.ledger.pending == 0
-        assert not self.opened.stager._reads
+        assert not self.opened.stager._queue.reads
 
     def _run_jobs(self) -> None:
         self.settle()

@@ -277,7 +277,7 @@ class Simulation:
         if self._threads is not None:
             lower = self.store.lower[0]
             self.disk = SimulatedDisk(
-                lower._disk, self._threads, self.timeline, machine.rates.disk_bytes_per_s, machine.disk_bytes
+                lower.device, self._threads, self.timeline, machine.rates.disk_bytes_per_s, machine.disk_bytes
             )
             lower._meter._inner = self.disk
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from tests.tools.mutation import Mutant
 
 STAGE = "kvtier/stage.py"
-STAGING = "kvtier/staging.py"
 
 STAGING_TESTS = "tests/core/test_staging.py"
 
@@ -29,7 +28,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="each stage reads for itself",
         rules=(),
-        file=STAGING,
+        file="kvtier/readqueue.py",
         old="            if under_way is not None:\n",
         new="            if False:\n",
         tests=(f"{STAGING_TESTS}::test_stages_share_a_read_*",),

@@ -1,0 +1,136 @@
+"""The tiers below host memory that settings name, opened, and what the store must know of each to run it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvtier.clock import Clock
+from kvtier.config import DiskSettings, RedisSettings
+from kvtier.metrics import DiskStats, LowerStats, RedisStats
+from kvtier.tiers.base import Tier
+
+if TYPE_CHECKING:
+    from kvtier.tiers.disk import Files
+
+__all__ = ["OpenedTier", "TierLimits", "open_disk", "open_redis"]
+
+MAX_REMOTE_COOLDOWN_S = 5.0
+"""A remote tier is asked again at least so often: nobody waits for the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierLimits:
+    """What bounds the traffic with a tier.
+
+    writers: writes under way at once; one thread more only reads. timeout_s: after which a call that has not ended
+    counts as a failure. max_cooldown_s: the longest time for which a sick tier is left alone. min_uses: the use at
+    which a block is written. max_write_rate: bytes a second, or 'off'.
+    """
+
+    writers: int
+    timeout_s: float
+    max_cooldown_s: float = 60.0
+    min_uses: int = 1
+    max_write_rate: int | Literal["off"] = "off"
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedTier:
+    """A tier, not yet in use.
+
+    tier: owned by whoever gets this. check_block: raises ConfigError for blocks of a length that it can never hold.
+    describe: adds to the counts of any tier those that this one has. words: what was found, for the log. on_gone:
+    takes a callback for blocks that it gives up by itself, where it tells of them.
+    """
+
+    tier: Tier
+    limits: TierLimits
+    check_block: Callable[[int], None] = lambda _: None
+    describe: Callable[[LowerStats], LowerStats] = lambda stats: stats
+    words: str = ""
+
+
+def open_disk(settings: DiskSettings, clock: Clock, files: Files | None = None) -> OpenedTier:
+    """The disk tier of these settings, recovered from what its directories hold. Blocks on I/O; raises ConfigError."""
+    from kvtier.tiers.disk import DiskTier  # and with it lz4 and xxhash, which a store without a disk needs not
+
+    tier = DiskTier(
+        [Path(path).expanduser() for path in settings.path],
+        settings.size,
+        min_free_bytes=settings.min_free,
+        codec=settings.codec,
+        clock=clock,
+        files=files,
+    )
+    found = tier.snapshot()
+    modes = ", ".join(f"{path} ({mode} I/O)" for path, mode in found.mode.items())
+
+    def describe(stats: LowerStats) -> DiskStats:
+        disk = tier.snapshot()
+        return DiskStats(
+            **_fields(stats),
+            device_written_bytes=disk.written_bytes,
+            evicted_blocks=disk.evicted_blocks,
+            readmitted_blocks=disk.readmitted_blocks,
+            recovered_blocks=disk.recovered_blocks,
+            damaged_blocks=disk.damaged,
+            reclaimed_files=disk.reclaimed_files,
+            modes=disk.mode,
+            read_only={path: reason for path, reason in disk.read_only.items() if reason},
+        )
+
+    return OpenedTier(
+        tier,
+        TierLimits(
+            writers=settings.threads,
+            timeout_s=settings.timeout_s,
+            min_uses=settings.min_uses,
+            max_write_rate=settings.max_write_rate,
+        ),
+        tier.check_block,
+        describe,
+        f"{found.num_blocks} blocks found, {found.used_bytes} of {found.capacity_bytes} bytes used, {modes}",
+    )
+
+
+def open_redis(settings: RedisSettings, clock: Clock) -> OpenedTier:
+    """The Redis tier of these settings. Waits for the server at most `redis.timeout_s`; one that does not answer is
+    joined later. Raises ConfigError for settings that can be known to be wrong without it."""
+    from kvtier.tiers.redis import RedisTier  # and with it redis-py, which few installations have
+
+    tier = RedisTier(settings, clock)
+
+    def describe(stats: LowerStats) -> RedisStats:
+        redis = tier.snapshot()
+        return RedisStats(
+            **_fields(stats),
+            damaged_blocks=redis.damaged,
+            connections=redis.connections,
+            connects=redis.connects,
+            disconnects=redis.disconnects,
+            redirects=redis.redirects,
+            refusals=redis.errors,
+            nodes=redis.nodes,
+            server_used_bytes=redis.server_used_bytes,
+        )
+
+    return OpenedTier(
+        tier,
+        TierLimits(
+            writers=max(1, settings.connections - 1),
+            timeout_s=settings.timeout_s,
+            max_cooldown_s=MAX_REMOTE_COOLDOWN_S,
+            min_uses=settings.min_uses,
+            max_write_rate=settings.max_write_rate,
+        ),
+        tier.check_block,
+        describe,
+        f"{', '.join(settings.url)} ({settings.mode}), epoch {tier.epoch}",
+    )
+
+
+def _fields(stats: LowerStats) -> dict[str, Any]:
+    return {field.name: getattr(stats, field.name) for field in fields(stats)}

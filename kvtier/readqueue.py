@@ -1,0 +1,162 @@
+"""Whose blocks are read next: the stages that run, the reads under way, and each tier's budget of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
+
+from kvtier.clock import Clock
+from kvtier.errors import IntegrityError
+from kvtier.keys import BlockDigest
+from kvtier.located import Source
+from kvtier.reasons import MissReason
+from kvtier.stage import ReadBudget, Stage, StageRead, unasked_bytes
+
+__all__ = ["ReadQueue"]
+
+READ_BYTES = 8 << 20
+"""One job: large enough to keep a device busy, small enough that a prompt's blocks spread over the tier's threads."""
+READ_BLOCKS = 512
+"""And no more blocks, however small: under one hold of the lock, about a millisecond."""
+
+
+class ReadQueue:
+    """Stages take turns in the order in which they began, tier by tier: one that waits for a tier's budget holds up
+    those behind it that want the same tier, and no others.
+
+    Every call is made under the stager's lock, which guards this and the private state of every stage and read.
+    """
+
+    def __init__(self, sources: Iterable[Source], max_bytes: int, clock: Clock) -> None:
+        """max_bytes: under way from each tier."""
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._budgets = {source: ReadBudget(max_bytes, clock) for source in sources}
+        self._stages: deque[Stage] = deque()
+        self.reads: dict[tuple[bytes, BlockDigest], StageRead] = {}
+
+    def attach(self, source: Source) -> None:
+        self._budgets[source] = ReadBudget(self._max_bytes, self._clock)
+
+    def detach(self, source: Source) -> None:
+        """Nothing of it is read any more, but for what its threads still read."""
+        if not any(read.source is source for read in self.reads.values()):
+            self._budgets.pop(source, None)
+
+    def inflight_bytes(self, source: Source | None = None) -> int:
+        """Bytes that queued and running reads, abandoned ones included, write to slots or will; of one tier, or all."""
+        budgets = [budget for each, budget in list(self._budgets.items()) if source in (None, each)]
+        return sum(budget.live_bytes + budget.abandoned_bytes for budget in budgets)
+
+    def queued_bytes(self, source: Source) -> int:
+        """Bytes that a tier is to read before those of a stage that begins now. O(stages that run)."""
+        return self.inflight_bytes(source) + unasked_bytes(self._stages, source)
+
+    def add(self, stage: Stage) -> None:
+        self._stages.append(stage)
+
+    def stages(self) -> set[Stage]:
+        """Those that wait for a read, or to ask for one."""
+        return {stage for read in self.reads.values() for stage, _ in read.waiters} | set(self._stages)
+
+    def take(self) -> tuple[list[StageRead], bool]:
+        """The next blocks to read: one tier's, from one stage, a job's worth at most; empty when there are none now.
+        And whether a stage ended because its tier gives nothing back."""
+        busy: set[Source] = set()  # an earlier stage waits for its budget: it is nobody else's now
+        was_refused = False
+        for stage in list(self._stages):
+            reads = self._take_from(stage, busy)
+            if stage._next >= stage._end:
+                self._stages.remove(stage)
+                self.check_done(stage)
+            elif not reads and (source := stage._sources[stage._next]) is not None:
+                if self._budgets[source].is_lost:
+                    self.cut(stage, MissReason.TIER_DOWN)
+                    was_refused = True
+                else:
+                    busy.add(source)
+            if reads:
+                return reads, was_refused
+            if len(busy) == len(self._budgets):
+                break
+        return [], was_refused
+
+    def take_queued(self, source: Source | None, reason: MissReason) -> list[StageRead]:
+        """Reads, of one tier or of all, that no thread has begun: none will."""
+        queued = [read for read in self.reads.values() if read.is_queued and source in (None, read.source)]
+        for read in queued:
+            read.is_queued = False
+            read.failure = reason
+        return queued
+
+    def end(self, read: StageRead) -> StageRead | None:
+        """The tier came back from it. The read of the block before it, if that is under way."""
+        self._budgets[read.source].end(read)
+        return None if read.parent is None else self.reads.get((read.namespace, read.parent))
+
+    def tell(self, read: StageRead) -> bool:
+        """Its block is in host memory, or failed: the stages' word of it; True if one ended by it."""
+        del self.reads[read.namespace, read.digest]
+        ended = False
+        for stage, index in read.waiters:
+            stage.note_end(read, index)
+            ended |= self.check_done(stage)
+        return ended
+
+    def check_done(self, stage: Stage) -> bool:
+        if not stage._done and stage._next >= stage._end <= stage.first_pending():
+            self._finish(stage)
+            return True
+        return False
+
+    def cut(self, stage: Stage, reason: MissReason | None) -> None:
+        """End it before its blocks came; what came of the prefix stays."""
+        if not stage._done:
+            stage._end = min(stage.first_pending(), stage._end)
+            stage._miss = reason or stage._miss
+            self._finish(stage)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when reads, stages and the bytes under way disagree."""
+        reads = list(self.reads.values())
+        for source, budget in self._budgets.items():
+            budget.check_integrity([read for read in reads if read.source is source])
+        waiting = {(stage, index) for read in reads for stage, index in read.waiters}
+        for stage in self.stages():
+            if not stage._done and any((stage, index) not in waiting for index in stage._pending):
+                raise IntegrityError(f"staging: {stage.name} waits for a block that nobody reads")
+
+    def _finish(self, stage: Stage) -> None:
+        stage._done = True
+        stage._ended_at = self._clock.now()
+        if stage in self._stages:
+            self._stages.remove(stage)
+        for index in stage._pending:
+            read = self.reads[stage._namespace, stage._digests[index]]
+            self._budgets[read.source].leave(read)
+
+    def _take_from(self, stage: Stage, busy: AbstractSet[Source]) -> list[StageRead]:
+        reads: list[StageRead] = []
+        while stage._next < stage._end:
+            index, source = stage._next, stage._sources[stage._next]
+            name = (stage._namespace, stage._digests[index])
+            under_way = self.reads.get(name)
+            if under_way is not None:
+                under_way.waiters.append((stage, index))
+                under_way.num_live += 1
+                stage._pending.add(index)
+            elif source is not None:
+                if len(reads) * max(stage._nbytes, READ_BYTES // READ_BLOCKS) >= READ_BYTES or source in busy:
+                    break
+                budget = self._budgets[source]
+                if (reads and reads[0].source is not source) or not budget.can_begin(stage._nbytes):
+                    break
+                parent = stage._digests[index - 1] if index else stage._parent
+                read = StageRead(*name, parent, stage._nbytes, source, [(stage, index)], num_live=1)
+                self.reads[name] = read
+                budget.begin(read)
+                stage._pending.add(index)
+                reads.append(read)
+            stage._next += 1
+        return reads
