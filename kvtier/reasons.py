@@ -54,6 +54,8 @@ class DropReason(StrEnum):
 
     HOST_FULL = "host_full"
     """Nothing in the host pool could be evicted for it: every slot is leased."""
+    QUOTA = "quota"
+    """Its tenant's part of host memory is used up and none of it can be evicted."""
     ALREADY_STORED = "already_stored"
     """Another store of the same key came first; its bytes are as good."""
     ORPHAN = "orphan"

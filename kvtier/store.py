@@ -17,6 +17,7 @@ from kvtier.lower import LowerTier
 from kvtier.memory import Pinner, PoolMemory
 from kvtier.metrics import DiskStats, RedisStats, StatsSnapshot, StoreCounters
 from kvtier.opened import OpenedTier
+from kvtier.policy import policy_factory
 from kvtier.pool import HostPool
 from kvtier.space import Lookup, Space
 from kvtier.staging import Stager
@@ -78,7 +79,7 @@ class Store:
             self._memory = PoolMemory(pool_bytes, pin=host.pin, pinner=pinner, touch=touch)
             try:
                 self._pool = HostPool(self._memory, host.slab)
-                self._host = HostTier(self._pool)
+                self._host = HostTier(self._pool, policy=policy_factory(host.policy), quotas=host.quotas)
                 self._stager = Stager(self._host, self._pool, (), settings.restore.max_staging, self._clock)
                 self._below = LowerTiers(self._host, self._pool, self._stager, self._clock, settings.store.max_age_s)
                 for each in opened:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from kvtier.config.machine import MemorySnapshot
+from kvtier.config.sizes import parse_host_size, parse_quotas, parse_rate, parse_room, parse_size
 from kvtier.errors import ConfigError
 
 __all__ = [
@@ -23,46 +25,7 @@ __all__ = [
 ]
 
 PAGE_BYTES = 4096
-_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 MAX_LIFETIME_S = 366 * 86400.0
-_SIZE_FORM = "write bytes as a positive integer, or a number and B, KiB, MiB, GiB or TiB, such as '8GiB'"
-
-
-def parse_size(value: object) -> int:
-    """Bytes from a positive integer or text with a binary unit; '4.1GiB' is rounded down to a whole byte."""
-    num_bytes = value
-    if isinstance(value, str) and (match := _SIZE.fullmatch(value)) and match[2] in _UNITS:
-        whole, _, fraction = match[1].partition(".")
-        num_bytes = int(whole + fraction) * _UNITS[match[2]] // 10 ** len(fraction)
-    if type(num_bytes) is not int or num_bytes <= 0:
-        raise ValueError(_SIZE_FORM)
-    return num_bytes
-
-
-def parse_host_size(value: object) -> int | Literal["auto"]:
-    """As `parse_size`, or the word 'auto'."""
-    if value == "auto":
-        return "auto"
-    try:
-        return parse_size(value)
-    except ValueError as error:
-        raise ValueError(f"{error}, or 'auto'") from None
-
-
-def parse_room(value: object) -> int:
-    """As `parse_size`, or 0."""
-    return 0 if value in (0, "0") and not isinstance(value, bool) else parse_size(value)
-
-
-def parse_rate(value: object) -> int | Literal["off"]:
-    """As `parse_size`, a second, or the word 'off'."""
-    if value == "off":
-        return "off"
-    try:
-        return parse_size(value)
-    except ValueError as error:
-        raise ValueError(f"{error}, or 'off'") from None
 
 
 def parse_paths(value: object) -> tuple[str, ...]:
@@ -188,6 +151,10 @@ class HostSettings(_Subsystem):
     """Bytes by which the pool is handed to a size class of blocks."""
     pin: Literal["off", "prefer", "require"] = "off"
     """Whether the pool's pages are locked in memory."""
+    policy: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] = "lru"
+    """Which block gives way when the pool is full: a built-in policy, or one by entry point."""
+    quotas: Annotated[Mapping[str, int], BeforeValidator(parse_quotas)] = {}
+    """Bytes of the pool that each tenant's blocks may take at most."""
 
     @model_validator(mode="after")
     def _check(self) -> HostSettings:
@@ -197,7 +164,18 @@ class HostSettings(_Subsystem):
             raise ValueError(
                 f"host.size {self.size} is smaller than one slab: raise host.size, or lower host.slab (now {self.slab})"
             )
+        if self.size != "auto" and (wrong := self._quota_beyond(self.size)):
+            raise ValueError(wrong)
         return self
+
+    def _quota_beyond(self, pool_bytes: int) -> str | None:
+        for name, quota in self.quotas.items():
+            if quota > pool_bytes:
+                return (
+                    f"host.quotas: {name!r} may have {quota} bytes, more than the pool of host.size = {self.size} has "
+                    f"({pool_bytes}); lower it, or raise host.size"
+                )
+        return None
 
     def pool_bytes(self, memory: MemorySnapshot) -> int:
         """Bytes of this engine's pool on a machine with this memory; ConfigError when it has not that much.
@@ -211,6 +189,8 @@ class HostSettings(_Subsystem):
                     f"host.size = 'auto': half of this memory ({memory.describe()}) divided by "
                     f"host.workers = {self.workers} is less than host.slab = {self.slab}; lower one of the two"
                 )
+            if wrong := self._quota_beyond(share):
+                raise ConfigError(wrong)
             return share
         if self.size * self.workers > memory.limit_bytes:
             raise ConfigError(

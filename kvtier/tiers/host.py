@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvtier.errors import ClosedError, ForkedError, IntegrityError
 from kvtier.index import BlockIndex, BlockState
 from kvtier.keys import BlockDigest, Key, make_key, split_key
-from kvtier.policy import NO_PARENT, EvictionPolicy, TailsFirstLRU
+from kvtier.policy import NO_PARENT, PolicyFactory, TailsFirstLRU
 from kvtier.pool import HostPool, Lease, Owner
 from kvtier.reasons import DropReason, MissReason
 from kvtier.tiers.base import ReadOutcome, ReadRequest, Tier, TierUsage, WriteOutcome, WriteRequest
+from kvtier.tiers.eviction import EvictionOrder
 from kvtier.tiers.reservation import Eviction, HeldBlock, Phase, Reservation
 
 __all__ = ["HostTier", "OnCommit", "OnEvict"]
@@ -31,19 +32,21 @@ class HostTier(Tier):
     Two ways in: the batch contract of `Tier`, which copies, and reserve / commit / lease, by which a copy fills or
     reads slots in place. The second never blocks on I/O and serves the engine's thread.
 
-    Mutable state: index, policy, names of slots, ghosts, counters: guarded by `_lock`. Lock order: `_lock`, then the
+    Mutable state: index, order, names of slots, ghosts, counters: guarded by `_lock`. Lock order: `_lock`, then the
     pool's. No caller's code runs and no block is copied under either.
     """
 
     name = "host"
 
-    def __init__(self, pool: HostPool, *, policy: Callable[[], EvictionPolicy] = TailsFirstLRU) -> None:
+    def __init__(
+        self, pool: HostPool, *, policy: PolicyFactory = TailsFirstLRU, quotas: Mapping[str, int] | None = None
+    ) -> None:
+        """quotas: the most bytes of slots that a tenant's blocks may take, by its name; "*": any other's, each."""
         self._pool = pool
-        self._new_policy = policy
-        self._policies: dict[int, EvictionPolicy] = {}  # one per size class: only equal slots can replace each other
+        self._order = EvictionOrder(pool, policy, quotas or {})
         self._lock = threading.Lock()
         self._index = BlockIndex()
-        self._names: dict[int, tuple[bytes, BlockDigest, int]] = {}  # by slot; the int is the block's length
+        self._names: dict[int, tuple[bytes, BlockDigest, int, float | None]] = {}  # by slot; its length and lifetime
         self._filling: dict[int, Reservation] = {}  # by slot
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
         self._num_evicted = 0
@@ -62,12 +65,13 @@ class HostTier(Tier):
         """Blocks that may be read now."""
         return self._index.num_committed
 
-    def subscribe(
-        self,
-        *,
-        on_evict: OnEvict | None = None,
-        on_commit: OnCommit | None = None,
-    ) -> Callable[[], None]:
+    @property
+    def tenant_bytes(self) -> dict[str, int]:
+        """Bytes of slots by tenant with blocks here, those being filled included. Empty without quotas."""
+        with self._lock:
+            return self._order.tenant_bytes
+
+    def subscribe(self, *, on_evict: OnEvict | None = None, on_commit: OnCommit | None = None) -> Callable[[], None]:
         """Call back, on the thread that caused it and without our lock, after blocks went or were committed.
 
         `on_commit` gets (key, parent's key) pairs, before the blocks can be evicted, and the name of the lower tier
@@ -126,18 +130,26 @@ class HostTier(Tier):
                 if found is None or found[1] is not BlockState.COMMITTED:
                     leases.append(None)
                 else:
-                    leases.append(HeldBlock(self._pool.lease(found[0], owner), self._names[found[0]][2]))
+                    leases.append(HeldBlock(self._pool.lease(found[0], owner), *self._names[found[0]][2:]))
         return leases
 
     def reserve(
-        self, namespace: bytes, digest: BlockDigest, parent: BlockDigest | None, nbytes: int, owner: Owner
+        self,
+        namespace: bytes,
+        digest: BlockDigest,
+        parent: BlockDigest | None,
+        nbytes: int,
+        owner: Owner,
+        *,
+        tenant: str = "",
+        ttl_s: float | None = None,
     ) -> Reservation | DropReason:
-        """Set a slot aside for a block, evicting others where the pool is full.
+        """Set a slot aside for a block of this tenant's, worth keeping for `ttl_s`, evicting others to make room.
 
-        The block's parent, stored or still being filled, is kept from eviction until the reservation ends, so that a
-        long chain never eats its own prefix. On a DropReason nothing changed for this block, though others may have
-        been evicted. Raises LayoutError for a block that fits no slab, ClosedError for an owner that has ended,
-        ConfigError for a digest of another length than the scheme's.
+        Whose blocks go: see `EvictionOrder`. The block's parent, stored or still being filled, is kept from eviction
+        until the reservation ends, so that a long chain never eats its own prefix. On a DropReason nothing changed for
+        this block, though others may have been evicted. Raises LayoutError for a block that fits no slab, ClosedError
+        for an owner that has ended, ConfigError for a digest of another length than the scheme's.
         """
         self.check_process()
         make_key(namespace, digest)
@@ -153,17 +165,19 @@ class HostTier(Tier):
                 held = self._index.find(namespace, parent) if parent is not None else None
                 if held is not None:
                     reservation._parent_lease = self._pool.lease(held[0], owner)
-                lease = self._allocate(nbytes, owner, lambda: self.abort(reservation), evicted)
-                if lease is not None:
+                lease = self._allocate(nbytes, tenant, owner, lambda: self.abort(reservation), evicted)
+                if not isinstance(lease, DropReason):
                     reservation.lease = lease
+                    if self._order.has_quotas:
+                        self._order.claim(lease.slot, lease.nbytes, tenant)
                     self._index.reserve(namespace, digest, lease.slot)
-                    self._names[lease.slot] = (namespace, digest, nbytes)
+                    self._names[lease.slot] = (namespace, digest, nbytes, ttl_s)
                     self._filling[lease.slot] = reservation
         finally:
             self._tell_evicted(evicted)
-        if lease is None:
+        if isinstance(lease, DropReason):
             self._end_parent_lease(reservation)
-            return DropReason.HOST_FULL
+            return lease
         return reservation
 
     def commit(self, reservations: Sequence[Reservation], came_from: str | None = None) -> list[bool]:
@@ -266,8 +280,7 @@ class HostTier(Tier):
             filling = {slot for slot, filled in self._filling.items() if filled._phase is Phase.FILLING}
             if self._filling.keys() != filling or filling != self._names.keys() - committed:
                 raise IntegrityError("host tier: reserved slots and open reservations disagree")
-            for slot_bytes, policy in self._policies.items():
-                policy.check_integrity({slot for slot in committed if self._pool.class_of(slot) == slot_bytes})
+            self._order.check_integrity(self._names, committed)
             unleased = [slot for *_, slot, state in rows if state is BlockState.RESERVED and self._pool.can_evict(slot)]
         if unleased:
             raise IntegrityError(f"host tier: {len(unleased)} reserved slots have no lease")
@@ -276,49 +289,35 @@ class HostTier(Tier):
 
     def _lease(self, slots: Sequence[int], owner: Owner) -> list[Lease]:
         leases = self._pool.lease_all(slots, owner)
-        for slot_bytes in {lease.nbytes for lease in leases}:  # one, unless blocks of one namespace differ in length
-            self._policies[slot_bytes].touch([lease.slot for lease in leases if lease.nbytes == slot_bytes])
+        self._order.touch(leases)
         return leases
 
-    def _allocate(self, nbytes: int, owner: Owner, on_end: Callable[[], None], evicted: list[Eviction]) -> Lease | None:
-        lease = self._pool.allocate(nbytes, owner, on_end, resident=True)
-        while lease is None:
-            victims = self._victims(nbytes)
-            if not victims:
-                return None
+    def _allocate(
+        self, nbytes: int, tenant: str, owner: Owner, on_end: Callable[[], None], evicted: list[Eviction]
+    ) -> Lease | DropReason:
+        lease = None
+        while self._order.is_over(nbytes, tenant) or (
+            (lease := self._pool.allocate(nbytes, owner, on_end, resident=True)) is None
+        ):
+            victims = self._order.victims(nbytes, tenant)
+            if isinstance(victims, DropReason):
+                return victims
             for slot in victims:
-                space, digest, _ = self._names[slot]
+                space, digest, *_ = self._names[slot]
                 self._forget(space, digest)
                 self._ghosts[space + digest] = None
                 evicted.append(Eviction(space, digest))
             self._num_evicted += len(victims)
-            lease = self._pool.allocate(nbytes, owner, on_end, resident=True)
         while len(self._ghosts) > MAX_GHOSTS:
             self._ghosts.popitem(last=False)
         return lease
 
-    def _victims(self, nbytes: int) -> list[int]:
-        """The next block of the same size class to go; where there is none, all of another class's least used slab."""
-        if released := self._pool.take_released():
-            for each in self._policies.values():
-                each.released(released)
-        policy = self._policies.get(self._pool.slot_bytes(nbytes))
-        victim = policy.victim(self._pool.can_evict) if policy is not None else None
-        return [victim] if victim is not None else self._pool.slab_to_reclaim(nbytes)
-
-    def _policy_of(self, slot: int) -> EvictionPolicy:
-        slot_bytes = self._pool.class_of(slot)
-        if slot_bytes not in self._policies:
-            self._policies[slot_bytes] = self._new_policy()
-        return self._policies[slot_bytes]
-
     def _commit_one(self, reservation: Reservation) -> None:
         space, slot = reservation.namespace, reservation.lease.slot
         run = self._index.committed_run(space, [reservation.parent]) if reservation.parent is not None else []
-        parent = next((held for held in run if self._pool.class_of(held) == self._pool.class_of(slot)), NO_PARENT)
         self._index.commit(space, reservation.digest)
         del self._filling[slot]
-        self._policy_of(slot).insert(slot, parent)
+        self._order.insert(slot, run[0] if run else NO_PARENT, int.from_bytes(reservation.digest[:8]))
         self._ghosts.pop(space + reservation.digest, None)
         reservation._phase = Phase.COMMITTED
 
@@ -328,10 +327,12 @@ class HostTier(Tier):
         slot, state = found
         self._index.remove(namespace, digest)
         if state is BlockState.COMMITTED:
-            self._policy_of(slot).remove(slot)
+            self._order.remove(slot)
         else:
             self._filling.pop(slot)._phase = Phase.VOID
         del self._names[slot]
+        if self._order.has_quotas:
+            self._order.disclaim(slot)
         self._pool.clear_resident(slot)
 
     # ---- outside the lock ----------------------------------------------------------------------------------------

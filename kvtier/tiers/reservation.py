@@ -22,10 +22,11 @@ class Eviction:
 
 
 class HeldBlock(NamedTuple):
-    """A lease on a block's slot, and the block's own length in bytes: the slot may be longer."""
+    """A lease on a block's slot, and the block's own length in bytes: the slot may be longer. ttl_s: of `reserve`."""
 
     lease: Lease
     nbytes: int
+    ttl_s: float | None = None
 
 
 class Phase(Enum):

@@ -20,7 +20,7 @@ from kvtier.config import (
     load_settings,
     load_settings_with_sources,
 )
-from kvtier.config.settings import parse_size
+from kvtier.config.sizes import parse_size
 from kvtier.config.sources import setting_fields, variable_name
 from kvtier.errors import ConfigError
 
@@ -33,6 +33,8 @@ VALUES: dict[str, tuple[str, object, str]] = {
     "host.workers": ("4", 4, "two"),
     "host.slab": ("128MiB", 128 << 20, "-1"),
     "host.pin": ("prefer", "prefer", "yes"),
+    "host.policy": ("s3fifo", "s3fifo", "least recent"),
+    "host.quotas": ("a=8GiB, *=1024", {"a": 8 * GIB, "*": 1024}, "lots"),
     "disk.path": ("/mnt/a:/mnt/b", ("/mnt/a", "/mnt/b"), ":"),
     "disk.size": ("2TiB", 2 << 40, "2TB"),
     "disk.min_free": ("1GiB", GIB, "5%"),
@@ -127,6 +129,8 @@ def test_each_setting_works_from_each_source(name: str, tmp_path: Path) -> None:
     section, _, leaf = name.partition(".")
     written = str(value).lower() if isinstance(value, bool | int | float) else f"'{value}'"
     written = str(list(value)) if isinstance(value, tuple) else written
+    if isinstance(value, dict):
+        written = "{ " + ", ".join(f'"{key}" = {number}' for key, number in value.items()) + " }"
     written = repr(value.get_secret_value()) if isinstance(value, SecretStr) else written
     path = write(tmp_path / "kvtier.toml", f"[{section}]\n{leaf} = {written}\n")
     assert value_of(load_settings(env={variable_name(name): text}), name) == value
@@ -207,6 +211,10 @@ def test_sizes_are_read_to_the_byte(number: int, unit: str, gap: str) -> None:
         ({"host.size": GIB, "host": {"size": 2 * GIB}}, ["host.size is set twice"]),
         ({"host": 3}, ["host = 3", "is a group: set one of host.size"]),
         ({"host.slab": 2048}, ["host.slab = 2048", "4096"]),
+        (
+            {"host.size": GIB, "host.quotas": {"a": 1, "b": "2GiB"}},
+            ["host.quotas: 'b' may have 2147483648 bytes", "host.size = 1073741824", "argument host.quotas"],
+        ),
     ],
 )
 def test_settings_that_contradict_are_refused(overrides: dict[str, Any], words: list[str]) -> None:
@@ -289,6 +297,31 @@ def test_an_explicit_size_is_held_or_refused_with_the_numbers() -> None:
         assert str(number) in str(caught.value)
     with pytest.raises(ConfigError, match=r"less than host\.slab"):
         HostSettings(workers=100).pool_bytes(container)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("a=1GiB,a=2GiB", "name each tenant once"),
+        ("a", "write a table of tenant = size"),
+        ({"a": 0}, "write a table of tenant = size"),
+        ({"": 1}, "'' is no name of a tenant"),
+        ({"two words": 1}, "'two words' is no name of a tenant"),
+        ({"a": 1 << 63}, r"write numbers below 2\*\*63"),
+        ([1], "write a table of tenant = size"),
+        (3, "write a table of tenant = size"),
+    ],
+)
+def test_quotas_that_are_none_are_refused(value: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^host\.quotas = .*\(argument host\.quotas\): .*{words}"):
+        load_settings(env={}, overrides={"host.quotas": value})
+
+
+def test_quotas_may_be_more_than_the_pool_together_and_each_no_more_than_it() -> None:
+    machine = MemorySnapshot(total_bytes=64 * GIB, available_bytes=60 * GIB)
+    assert HostSettings(quotas={"a": 32 * GIB, "*": 20 * GIB}).pool_bytes(machine) == 32 * GIB
+    with pytest.raises(ConfigError, match=rf"'a' may have {33 * GIB} bytes.* host.size = auto has \({32 * GIB}\)"):
+        HostSettings(quotas={"a": 33 * GIB}).pool_bytes(machine)
 
 
 @pytest.mark.parametrize(

@@ -350,7 +350,7 @@ def test_settings_that_cannot_work_leave_nothing_open() -> None:
 
 
 def test_a_store_that_cannot_be_built_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(pool: object) -> None:
+    def fail(pool: object, **options: object) -> None:
         raise RuntimeError("no tier")
 
     monkeypatch.setattr("kvtier.store.HostTier", fail)

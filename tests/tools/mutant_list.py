@@ -26,7 +26,7 @@ failing test said. `make mutants` runs all. Rules that no fault of ours can brea
 
 from __future__ import annotations
 
-from tests.tools.faults import blocks, lifetime, matches, progress, restores, sizes, staging, turns
+from tests.tools.faults import blocks, eviction, lifetime, matches, progress, restores, sizes, staging, turns
 from tests.tools.mutation import Mutant
 
 __all__ = ["GUARDS", "MUTANTS", "NO_MUTANT", "Mutant"]
@@ -40,6 +40,7 @@ MUTANTS: list[Mutant] = [
     *staging.MUTANTS,
     *turns.MUTANTS,
     *matches.MUTANTS,
+    *eviction.MUTANTS,
 ]
 
 GUARDS = (
