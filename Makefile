@@ -1,6 +1,6 @@
 # Every target makes .venv once and reuses it; a change of pyproject.toml installs again.
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check pytest mutants test-vllm test-vllm-versions test-vllm-unless-skipped soak bench bench-vllm bugs rules
+.PHONY: help venv demo test check pytest mutants test-vllm test-vllm-versions test-vllm-unless-skipped soak bench bench-vllm bugs rules redis-server
 
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$python && break; done)
@@ -75,7 +75,23 @@ check: $(STAMP)
 
 test: check pytest mutants test-vllm-unless-skipped
 
-pytest: $(STAMP)
+# Tests and benchmarks start Redis servers of their own: Debian's, begun by its package, is kept from running.
+redis-server:
+	@command -v redis-server >/dev/null && exit; \
+	if [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then \
+		echo 'Redis is missing: run `apt-get install --no-install-recommends redis-server` as root' >&2; exit 1; \
+	fi; \
+	echo 'Installing redis-server, which stays off'; \
+	policy=/usr/sbin/policy-rc.d; \
+	if [ ! -e $$policy ]; then \
+		trap 'rm -f /usr/sbin/policy-rc.d' EXIT; printf '#!/bin/sh\nexit 101\n' >$$policy; chmod 755 $$policy; \
+	fi; \
+	export DEBIAN_FRONTEND=noninteractive; \
+	{ apt-get update -qq && apt-get install -qq -y --no-install-recommends redis-server; } >/dev/null && \
+	update-rc.d redis-server disable >/dev/null 2>&1; \
+	command -v redis-server >/dev/null
+
+pytest: $(STAMP) redis-server
 	$(ONE_THREAD) $(BIN)/python -m pytest
 
 mutants: $(STAMP)
@@ -100,10 +116,10 @@ else
 	@$(MAKE) --no-print-directory test-vllm
 endif
 
-soak: $(STAMP)
+soak: $(STAMP) redis-server
 	$(ONE_THREAD) timeout 1800 $(BIN)/python -m pytest -m soak --soak-seconds $(SOAK_SECONDS) --timeout 900
 
-bench: $(STAMP)
+bench: $(STAMP) redis-server
 	$(BIN)/kvtier bench tiers --tier host --shape llama8b
 	$(BIN)/kvtier bench tiers --tier host --shape smollm2
 	$(BIN)/kvtier bench tiers --tier disk --shape llama8b
@@ -114,6 +130,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.scheduler_step
 	$(BIN)/python -m benchmarks.agents_under_pressure
 	$(BIN)/python -m benchmarks.restore_or_recompute
+	$(BIN)/python -m benchmarks.eviction_policies
 
 bench-vllm: $(VLLM_STAMP)
 	$(VLLM_BIN)/python -W ignore -m benchmarks.vllm_restore

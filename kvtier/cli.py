@@ -147,6 +147,8 @@ def _as_written(value: object) -> str:
     """A setting's value as the environment would give it."""
     if isinstance(value, list):
         return ("," if any("://" in item for item in value) else os.pathsep).join(value) or "none"
+    if isinstance(value, dict):
+        return ",".join(f"{name}={size}" for name, size in value.items()) or "none"
     if value in (None, ""):
         return "none"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -254,9 +254,13 @@ class RestoreEpisode:
             self.waited_s += seconds
         return seconds
 
-    def is_time_over(self, now: float) -> bool:
-        """Whether the wait under way has taken all of its time; there is none in a phase without a deadline."""
-        return self.watch is None or self.watch.has_reached(now, self.allowed_s)
+    def has_taken(self, now: float, share: float) -> bool:
+        """Whether the wait under way has taken so much of its time; there is none in a phase without a deadline."""
+        return self.watch is None or self.watch.has_reached(now, share * self.allowed_s)
+
+    def when_taken(self, share: float) -> float | None:
+        """When it will have taken so much of it."""
+        return None if self.watch is None else self.watch.when(share * self.allowed_s)
 
     @property
     def time_over(self) -> MissReason:

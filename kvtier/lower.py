@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 
-from kvtier.breaker import Breaker
+from kvtier.breaker import Breaker, BreakerSnapshot
 from kvtier.clock import Clock
 from kvtier.errors import TierError
 from kvtier.executor import Executor, ThreadExecutor
@@ -71,6 +71,7 @@ class LowerTier:
         self._throttle = None if rate == "off" else ThrottledTier(self._guard, rate, clock)
         self._watched = WatchedTier(self._throttle or self._guard)
         self.tier: Tier = self._watched
+        opened.on_gone(self._watched.note_gone)
         self._known = KnownBlocks(clock) if tier.is_remote else None
         if self._known is not None:
             known = self._known
@@ -115,6 +116,11 @@ class LowerTier:
         that are there no more. See `WatchedTier`. Returns a call that ends it."""
         return self._watched.subscribe(on_stored, on_gone)
 
+    def keys(self, namespace: bytes) -> Sequence[tuple[Key, Key | None]]:
+        """Blocks of a namespace that are there, with their parents where these are known; of a remote tier none: there
+        is no asking it for all."""
+        return self._opened.keys(namespace)
+
     @property
     def is_remote(self) -> bool:
         return self._known is not None
@@ -133,6 +139,11 @@ class LowerTier:
         self._probe_soon()
         return False
 
+    @property
+    def breaker(self) -> BreakerSnapshot:
+        """Whether it is being left alone, since when, and when it is asked for its health next."""
+        return self._guard.breaker.snapshot()
+
     def held(self, keys: Sequence[Key]) -> list[bool]:
         """Which blocks are there, sick or not: of a remote tier, which are known to be. Answers from memory."""
         return self.tier.contains(keys) if self._known is None else self._known.held(keys)
@@ -148,7 +159,7 @@ class LowerTier:
             self._questions["unanswered" if held is None else "answered"] += 1
         if held is not None and self._known is not None:
             self._known.add(key for key, is_held in zip(keys, held, strict=True) if is_held)
-            self._known.discard(key for key, is_held in zip(keys, held, strict=True) if not is_held)
+            self._watched.note_gone([key for key, is_held in zip(keys, held, strict=True) if not is_held])
         return held
 
     def _probe_soon(self) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvtier.clock import Clock
 from kvtier.config import DiskSettings, RedisSettings
+from kvtier.keys import Key
 from kvtier.metrics import DiskStats, LowerStats, RedisStats
 from kvtier.tiers.base import Tier
+from kvtier.tiers.watched import OnGone
 
 if TYPE_CHECKING:
     from kvtier.tiers.disk import Files
@@ -43,7 +45,8 @@ class OpenedTier:
 
     tier: owned by whoever gets this. check_block: raises ConfigError for blocks of a length that it can never hold.
     describe: adds to the counts of any tier those that this one has. words: what was found, for the log. on_gone:
-    takes a callback for blocks that it gives up by itself, where it tells of them.
+    takes a callback for blocks that it gives up by itself. keys: which blocks of a namespace it holds, with parents
+    where these are known, if it can tell.
     """
 
     tier: Tier
@@ -51,6 +54,8 @@ class OpenedTier:
     check_block: Callable[[int], None] = lambda _: None
     describe: Callable[[LowerStats], LowerStats] = lambda stats: stats
     words: str = ""
+    on_gone: Callable[[OnGone], object] = lambda _: None
+    keys: Callable[[bytes], Sequence[tuple[Key, Key | None]]] = lambda _: ()
 
 
 def open_disk(settings: DiskSettings, clock: Clock, files: Files | None = None) -> OpenedTier:
@@ -93,6 +98,8 @@ def open_disk(settings: DiskSettings, clock: Clock, files: Files | None = None) 
         tier.check_block,
         describe,
         f"{found.num_blocks} blocks found, {found.used_bytes} of {found.capacity_bytes} bytes used, {modes}",
+        tier.subscribe_gone,
+        tier.keys,
     )
 
 

@@ -141,11 +141,13 @@ class Space:
         parent: BlockDigest | None,
         max_wait_s: float,
         found: Located | None = None,
+        tenant: str = "",
     ) -> Stage | None:
         """Begin to bring a prompt's blocks from lower tiers to host memory; None if those have none. Never blocks. See
         `Stager.begin`. name: the request's, for messages. parent: the block before `digests`."""
         self._store.check_usable()
-        return self._store.stager.begin(name, self.digest, digests, parent, self.block_bytes, max_wait_s, found)
+        stager = self._store.stager
+        return stager.begin(name, self.digest, digests, parent, self.block_bytes, max_wait_s, found, tenant)
 
     def note_use(self, digests: Sequence[BlockDigest], parent: BlockDigest | None) -> None:
         """A prompt was admitted that begins with these blocks: tell the lower tiers, which did not serve them all."""
@@ -169,10 +171,17 @@ class Space:
         self._store.check_usable()
         return self._host.lease_run(self.digest, digests, owner)
 
-    def reserve(self, digest: BlockDigest, parent: BlockDigest | None, owner: Owner) -> Reservation | DropReason:
+    def reserve(
+        self,
+        digest: BlockDigest,
+        parent: BlockDigest | None,
+        owner: Owner,
+        tenant: str = "",
+        ttl_s: float | None = None,
+    ) -> Reservation | DropReason:
         """A slot to copy one block into; store the parent first. See `HostTier.reserve`."""
         self._store.check_usable()
-        return self._host.reserve(self.digest, digest, parent, self.block_bytes, owner)
+        return self._host.reserve(self.digest, digest, parent, self.block_bytes, owner, tenant=tenant, ttl_s=ttl_s)
 
     def commit(self, reservations: Sequence[Reservation]) -> list[bool]:
         """Make filled blocks findable; False where a reset or the owner's end came first."""

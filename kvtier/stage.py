@@ -166,6 +166,7 @@ class Stage:
         "_pending",
         "_sources",
         "name",
+        "tenant",
         "tiers",
     )
 
@@ -182,12 +183,14 @@ class Stage:
         deadline: float,
         owner: Owner,
         num_held: int,
+        tenant: str = "",
     ) -> None:
         """sources: where each block is to be read from; None for one that is in host memory, or coming there.
 
         num_held: leading blocks that are leased already.
         """
         self.name = name
+        self.tenant = tenant
         self._keeper = keeper
         self._namespace = namespace
         self._digests = digests

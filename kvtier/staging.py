@@ -153,12 +153,13 @@ class Stager:
         nbytes: int,
         max_wait_s: float,
         found: Located | None = None,
+        tenant: str = "",
     ) -> Stage | None:
         """Begin to bring the leading blocks that some tier holds to host memory; None if a lower tier has none of them.
 
         parent: the block before the first, None when that begins its chain. nbytes: a block's length. found: what
         `locate` found of these digests, so that nothing is looked up again. The leading blocks that host memory holds
-        are leased too, and count as used.
+        are leased too, and count as used. tenant: who is charged for those that come.
         """
         if self._closed or max_wait_s <= 0:
             return None
@@ -172,7 +173,9 @@ class Stager:
             return None
         digests, sources = digests[:num_blocks], list(sources[:num_blocks])
         now = self._clock.now()
-        stage = Stage(self, name, namespace, digests, parent, nbytes, sources, now, now + max_wait_s, owner, num_held)
+        stage = Stage(
+            self, name, namespace, digests, parent, nbytes, sources, now, now + max_wait_s, owner, num_held, tenant
+        )
         with self._lock:
             closed = self._closed
             if not closed:
@@ -287,7 +290,8 @@ class Stager:
 
     def _reserve(self, read: StageRead) -> MissReason | None:
         """Set a slot aside. Without one, why; None too when the block came to host memory meanwhile."""
-        reserved = self._host.reserve(read.namespace, read.digest, read.parent, read.nbytes, self._owner)
+        tenant = read.waiters[0][0].tenant  # whose stage asked first
+        reserved = self._host.reserve(read.namespace, read.digest, read.parent, read.nbytes, self._owner, tenant=tenant)
         if isinstance(reserved, DropReason):
             return None if reserved is DropReason.ALREADY_STORED else MissReason.HOST_FULL
         read.reservation = reserved

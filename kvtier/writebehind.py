@@ -15,11 +15,12 @@ from kvtier.errors import ClosedError, IntegrityError
 from kvtier.executor import Executor
 from kvtier.keys import BlockDigest, Key, make_key, split_key
 from kvtier.metrics import Ledger
-from kvtier.pool import HostPool, Lease
+from kvtier.pool import HostPool
 from kvtier.reasons import DropReason
 from kvtier.tickets import Ticket
 from kvtier.tiers.base import Tier, WriteOutcome, WriteRequest
 from kvtier.tiers.host import HostTier
+from kvtier.tiers.reservation import HeldBlock
 
 __all__ = ["WriteBehind"]
 
@@ -37,8 +38,7 @@ NOTED_AT_ONCE = 1024  # uses of a prompt's blocks, under one hold of the lock: a
 class _Pending(NamedTuple):
     key: Key
     parent: Key | None
-    lease: Lease
-    nbytes: int
+    held: HeldBlock
     due_at: float
 
 
@@ -205,7 +205,7 @@ class WriteBehind:
         """Raises IntegrityError when the ledger or the bytes of the queue are wrong."""
         self.ledger.check_integrity()
         with self._changed:
-            queued = sum(block.nbytes for block in self._queue)
+            queued = sum(block.held.nbytes for block in self._queue)
             if queued > self._queued_bytes or (not self._num_jobs and queued != self._queued_bytes):
                 raise IntegrityError(f"write-behind: {self._queued_bytes} bytes counted, {queued} queued")
 
@@ -263,13 +263,13 @@ class WriteBehind:
         except ClosedError:
             held = [None] * len(wanted)
         now = self._clock.now()
-        found = [_Pending(*block, *lease, now) for block, lease in zip(wanted, held, strict=True) if lease is not None]
+        found = [_Pending(*names, block, now) for names, block in zip(wanted, held, strict=True) if block is not None]
         self.ledger.add_dropped(DropReason.EVICTED, len(wanted) - len(found))
         with self._changed:
             if not self._closed and num_resets == self._num_resets:
                 self._queue.extend(found)
                 self._watches.begin(block.key for block in found)
-                self._queued_bytes += sum(block.nbytes for block in found)
+                self._queued_bytes += sum(block.held.nbytes for block in found)
                 return len(found)
         self._give_up(found, DropReason.CLOSED if self._closed else DropReason.RESET)
         return 0
@@ -278,13 +278,13 @@ class WriteBehind:
         """All of it, under the lock."""
         left = list(self._queue)
         self._queue.clear()
-        self._queued_bytes -= sum(block.nbytes for block in left)
+        self._queued_bytes -= sum(block.held.nbytes for block in left)
         return left
 
     def _give_up(self, blocks: Sequence[_Pending], reason: DropReason) -> None:
         self.ledger.add_dropped(reason, len(blocks))
         for block in blocks:
-            block.lease.release()
+            block.held.lease.release()
             self._watches.end(block.key, reason)
 
     def _why_not(self, blocks: Sequence[tuple[Key, Key | None]]) -> list[DropReason | None]:
@@ -333,14 +333,14 @@ class WriteBehind:
             batch, aged, num_resets = self._take()
             try:
                 for block, reason in aged:
-                    block.lease.release()
+                    block.held.lease.release()
                     self._drop(block.key, block.parent, reason, num_resets)
                     self._watches.end(block.key, reason)
                 if batch:
                     self._write(batch, num_resets)
             finally:
                 with self._changed:
-                    self._queued_bytes -= sum(block.nbytes for block in batch)
+                    self._queued_bytes -= sum(block.held.nbytes for block in batch)
                     self._num_running -= 1
                     goes_on = len(self._queue) > 0
                     self._num_jobs -= not goes_on
@@ -358,22 +358,25 @@ class WriteBehind:
         nbytes = 0
         now = self._clock.now()
         with self._changed:
-            while self._queue and (not batch or nbytes + self._queue[0].nbytes <= WRITE_BYTES):
+            while self._queue and (not batch or nbytes + self._queue[0].held.nbytes <= WRITE_BYTES):
                 block = self._queue.popleft()
                 is_orphan = block.parent in gone or block.parent in self._dropped
                 if is_orphan or now - block.due_at > self._max_age_s:
                     gone.add(block.key)
                     aged.append((block, DropReason.ORPHAN if is_orphan else DropReason.AGED))
-                    self._queued_bytes -= block.nbytes
+                    self._queued_bytes -= block.held.nbytes
                     continue
                 batch.append(block)
-                nbytes += block.nbytes
+                nbytes += block.held.nbytes
             self._num_running += 1
             return batch, aged, self._num_resets
 
     def _write(self, batch: Sequence[_Pending], num_resets: int) -> None:
         try:
-            requests = [WriteRequest(block.key, block.parent, block.lease.view[: block.nbytes]) for block in batch]
+            requests = [
+                WriteRequest(item.key, item.parent, item.held.lease.view[: item.held.nbytes], item.held.ttl_s)
+                for item in batch
+            ]
             outcomes = self._tier.write(requests)
             if len(outcomes) != len(batch):
                 raise IntegrityError(f"{len(outcomes)} outcomes for {len(batch)} blocks")
@@ -382,7 +385,7 @@ class WriteBehind:
             outcomes = [WriteOutcome.ERROR] * len(batch)
         written: list[Key] = []
         for block, outcome in zip(batch, outcomes, strict=True):
-            block.lease.release()
+            block.held.lease.release()
             reason = None
             if outcome is WriteOutcome.STORED:
                 self.ledger.add_stored(1)

@@ -42,6 +42,8 @@ class Arrival:
     block_tokens: int
     order: tuple[int, int]
     """Smaller goes first: its priority, and when it came. No two have the same."""
+    tenant: str = ""
+    """Who is charged for the host memory of what comes."""
     stage: Stage | None = None
     keep: Keep | None = None
     """In place of a stage, where host memory had all of it: what keeps it there."""

@@ -99,8 +99,8 @@ class ArrivalFlow:
         """When the first wait ends by itself."""
         if self._new or self._has_more:
             return self._clock.now()
-        timed = (*self._lookups, *self._running)
-        ends = [*(arrival.episode.deadline for arrival in timed), self._pending.next_deadline()]
+        ends = [arrival.episode.deadline for arrival in self._running]
+        ends += [self._lookups.next_deadline(), self._pending.next_deadline()]
         return min((end for end in ends if end is not None), default=None)
 
     def give_up(self, arrival: Arrival) -> None:
@@ -213,7 +213,7 @@ class ArrivalFlow:
         parent = arrival.digests[arrival.first_block - 1] if arrival.first_block else None
         try:
             arrival.queued_bytes = sum(self._stager.queued_bytes(source) for source in set(chosen.sources) if source)
-            stage = self._space.stage(episode.request_id, chosen.digests, parent, wait_s, chosen)
+            stage = self._space.stage(episode.request_id, chosen.digests, parent, wait_s, chosen, arrival.tenant)
         except CAUGHT as error:
             self._report("stage", error)
             self._decision.staged(episode, 0, MissReason.TIER_ERROR, {}, 0.0, 0)

@@ -13,6 +13,7 @@ from typing import Self
 from kvtier.clock import Clock
 from kvtier.config import Settings
 from kvtier.errors import LayoutError
+from kvtier.events import StoreEvents
 from kvtier.executor import Executor
 from kvtier.keys import Namespace
 from kvtier.layout import KVLayout
@@ -103,6 +104,7 @@ class Connector:
             self._unsubscribe = self.store.stager.subscribe(self.worker.wake)
             try:
                 self.scheduler = KVTierScheduler(self.store, self.space, pool, settings)
+                self._events = StoreEvents.open(self.store, self.space)
             except BaseException:
                 self._unsubscribe()
                 self.worker.close(0.0)
@@ -180,6 +182,7 @@ class Connector:
         self.scheduler.complete(self.worker.close(max(MIN_CLOSE_S, deadline - time.monotonic())))
         self.scheduler.close()
         self._unsubscribe()
+        self._events.close()
         if self._owns_store:
             self.store.close(max(MIN_CLOSE_S, deadline - time.monotonic()))
 

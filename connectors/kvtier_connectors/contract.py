@@ -18,15 +18,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from math import inf
 from typing import Protocol
 
-from kvtier.errors import ConfigError
 from kvtier.keys import BlockDigest
 from kvtier.reasons import MissReason
+from kvtier_connectors.options import NO_OPTIONS, KVOptions
 
 __all__ = [
     "NO_COPIES",
+    "NO_OPTIONS",
     "NO_RESTORES",
     "NO_WORK",
     "WRITTEN",
@@ -88,41 +88,6 @@ class _Written:
 
 WRITTEN: WriteFence = _Written()
 """For engines whose forward has ended when it returns, as on a CPU."""
-
-
-@dataclass(frozen=True, slots=True)
-class KVOptions:
-    """What one request asks of kvtier. Raises ConfigError for values that mean nothing.
-
-    restore: False opts out: nothing is restored for it and no hit rate counts it.
-    store: False keeps the blocks that it fills out of every tier. One that another request had computed, or computes
-        later, is stored for that request.
-    max_wait_s: seconds it waits at most for blocks to come to host memory; None is `restore.max_wait_s`, 0 takes only
-        what is there.
-    max_restore_tokens: the most of its prompt that is restored; None is all of it.
-    priority: who goes first, of the staged too: lower before higher. 0 where the engine does not schedule by it.
-    """
-
-    restore: bool = True
-    store: bool = True
-    max_wait_s: float | None = None
-    max_restore_tokens: int | None = None
-    priority: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("restore", "store"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"KVOptions.{name} must be True or False, not {getattr(self, name)!r}")
-        wait, tokens = self.max_wait_s, self.max_restore_tokens
-        if wait is not None and (isinstance(wait, bool) or not isinstance(wait, (int, float)) or not 0 <= wait < inf):
-            raise ConfigError(f"KVOptions.max_wait_s must be seconds from 0 on, or None, not {wait!r}")
-        if tokens is not None and (type(tokens) is not int or tokens < 0):
-            raise ConfigError(f"KVOptions.max_restore_tokens must be an integer from 0 on, or None, not {tokens!r}")
-        if type(self.priority) is not int:
-            raise ConfigError(f"KVOptions.priority must be an integer, not {self.priority!r}")
-
-
-NO_OPTIONS = KVOptions()
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,14 @@ FAILURE_TO_REASON = {
 
 # The block may still be stored at a later look at the queue, and must be before its descendants.
 TRIED_AGAIN = frozenset(
-    {DropReason.BACKLOG, DropReason.COPY_FAILED, DropReason.HOST_FULL, DropReason.ORPHAN, DropReason.TIER_ERROR}
+    {
+        DropReason.BACKLOG,
+        DropReason.COPY_FAILED,
+        DropReason.HOST_FULL,
+        DropReason.ORPHAN,
+        DropReason.QUOTA,
+        DropReason.TIER_ERROR,
+    }
 )
 
 

@@ -19,6 +19,10 @@ from kvtier_connectors.faults import CAUGHT
 
 __all__ = ["Lookups"]
 
+ASKING_SHARE = 0.25
+"""The part of a request's wait that may pass before tiers have answered: what is known without them is still to come
+to host memory."""
+
 
 class Lookups:
     """Looks blocks up, and tells the decision. Tiers of this machine answer at once; remote ones are asked for what
@@ -59,6 +63,11 @@ class Lookups:
         """It waits no more for an answer. Idempotent."""
         self._asking.pop(arrival, None)
 
+    def next_deadline(self) -> float | None:
+        """When the first of them waits no more."""
+        ends = [arrival.episode.when_taken(ASKING_SHARE) for arrival in self._asking]
+        return min((end for end in ends if end is not None), default=None)
+
     def look(self, arrival: Arrival) -> bool:
         """False until the tiers have answered; then the decision was told."""
         questions = self._asking.get(arrival)
@@ -67,7 +76,7 @@ class Lookups:
             questions = self._ask(arrival, found)
         unanswered: MissReason | None = None
         if not all(question.done for question in questions):
-            if not arrival.episode.is_time_over(self._clock.now()):
+            if not arrival.episode.has_taken(self._clock.now(), ASKING_SHARE):
                 self._asking[arrival] = questions
                 return False
             unanswered = arrival.episode.time_over

@@ -13,11 +13,16 @@ __all__ = ["PublishedBlock", "PublishedBlocks"]
 
 @dataclass(frozen=True, slots=True)
 class PublishedBlock:
-    """A GPU block and what it holds. parent: the block before it in its chain, None for a first block."""
+    """A GPU block and what it holds. parent: the block before it in its chain, None for a first block.
+
+    tenant, ttl_s: of the request that filled it; see `KVOptions`.
+    """
 
     block_id: int
     digest: BlockDigest
     parent: BlockDigest | None
+    tenant: str = ""
+    ttl_s: float | None = None
 
 
 class PublishedBlocks:

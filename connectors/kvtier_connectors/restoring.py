@@ -95,7 +95,7 @@ class RestoreFlow:
             episode = self.decision.look_again(before.episode, query)
         else:
             episode = self.decision.again(before.episode, query)
-        request.arrival = Arrival(episode, request.info.digests, self._block_tokens, request.order)
+        request.arrival = self._arrival(request, episode)
         self.arrivals.begin(request.arrival)
         if episode.must_fail:
             self._freed[request.request_id] = None
@@ -231,6 +231,10 @@ class RestoreFlow:
 
     # ---- parts of it ---------------------------------------------------------------------------------------------
 
+    def _arrival(self, request: LiveRequest, episode: RestoreEpisode) -> Arrival:
+        info = request.info
+        return Arrival(episode, info.digests, self._block_tokens, request.order, info.options.tenant)
+
     def _why_not(self, request: LiveRequest) -> MissReason | None:
         """Why nothing is restored for it now: it may not, or what host memory has for it is computed faster by now."""
         if (why := self._why_off(request)) is not None:
@@ -249,7 +253,7 @@ class RestoreFlow:
         request.num_local_blocks = num_local
         episode = self.decision.begin(request.query(self._block_tokens, may_restore=True))
         self.decision.answered(episode, [TierPart(HOST, num_blocks)])
-        request.arrival = Arrival(episode, request.info.digests, self._block_tokens, request.order)
+        request.arrival = self._arrival(request, episode)
         if arrival is not None:
             self.arrivals.close(arrival)
             request.arrival.arrived = arrival.arrived

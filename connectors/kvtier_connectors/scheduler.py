@@ -169,10 +169,10 @@ class KVTierScheduler(ConnectorScheduler):
         if request is None or request.epoch_digest != self._epoch_digest or not request.info.options.store:
             return
         check_index("first_block", first_block)
-        digests = request.info.digests
+        digests, options = request.info.digests, request.info.options
         for index, block_id in enumerate(self._checked_ids(block_ids), first_block):
             parent = digests[index - 1] if index else None
-            self._stores.publish(PublishedBlock(block_id, digests[index], parent))
+            self._stores.publish(PublishedBlock(block_id, digests[index], parent, options.tenant, options.ttl_s))
 
     @hook(lambda: NO_COPIES)
     def plan_step(self, reused: Sequence[int], demand: StepDemand, *, is_fenced: bool = False) -> TransferPlan:

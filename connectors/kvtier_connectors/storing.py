@@ -329,7 +329,7 @@ class StoreFlow:
     def _reserve(self, block: PublishedBlock) -> Reservation | DropReason:
         if not self._reachable(block.parent):
             return DropReason.ORPHAN
-        return self._space.reserve(block.digest, block.parent, self._owner)
+        return self._space.reserve(block.digest, block.parent, self._owner, block.tenant, block.ttl_s)
 
     def _release(self, copying: Sequence[Copying]) -> None:
         for item in copying:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from kvtier.clock import Clock
@@ -27,7 +28,7 @@ class KnownBlocks:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._heard_at: dict[Key, float] = {}  # bytes and floats: nothing that the collector would walk
+        self._heard_at: OrderedDict[Key, float] = OrderedDict()  # of bytes and floats: the collector walks none of it
 
     def __len__(self) -> int:
         return len(self._heard_at)
@@ -47,7 +48,7 @@ class KnownBlocks:
                 self._heard_at.pop(key, None)
                 self._heard_at[key] = now
             while len(self._heard_at) > MAX_KNOWN:
-                del self._heard_at[next(iter(self._heard_at))]
+                self._heard_at.popitem(last=False)
 
     def discard(self, keys: Iterable[Key]) -> None:
         """It does not hold them, or nobody knows."""

@@ -97,9 +97,16 @@ class FaultySpace(Space):
         self.faults.meet("lease")
         return super().lease(digests, owner)
 
-    def reserve(self, digest: BlockDigest, parent: BlockDigest | None, owner: Owner) -> Reservation | DropReason:
+    def reserve(
+        self,
+        digest: BlockDigest,
+        parent: BlockDigest | None,
+        owner: Owner,
+        tenant: str = "",
+        ttl_s: float | None = None,
+    ) -> Reservation | DropReason:
         self.faults.meet("reserve")
-        return super().reserve(digest, parent, owner)
+        return super().reserve(digest, parent, owner, tenant, ttl_s)
 
     def commit(self, reservations: Sequence[Reservation]) -> list[bool]:
         self.faults.meet("commit")

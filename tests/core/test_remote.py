@@ -477,9 +477,7 @@ def test_durability_is_told_once_nothing_is_on_its_way(make: Callable[..., Harne
     assert watch(harness, 0, 1).poll().is_durable
 
 
-def test_durability_names_why_a_block_was_lost(
-    make: Callable[..., Harness], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_durability_names_why_a_block_was_lost(make: Callable[..., Harness], caplog: pytest.LogCaptureFixture) -> None:
     harness = make()
     harness.remote.is_sick = True
     harness.store(0)
@@ -528,3 +526,21 @@ def test_changes_are_told_as_they_are_learnt(make: Callable[..., Harness]) -> No
     assert harness.lower.tier.write([WriteRequest(key(3), None, memoryview(content(3)))]) == [
         WriteOutcome.ALREADY_STORED
     ]
+
+
+def test_a_lifetime_and_a_tenant_go_with_the_block(make: Callable[..., Harness]) -> None:
+    harness = make(with_near=True)
+    asked: list[float | None] = []
+    write = harness.remote.write
+
+    def note(requests: Sequence[WriteRequest]) -> list[WriteOutcome]:
+        asked.extend(request.ttl_s for request in requests)
+        return write(requests)
+
+    harness.remote.write = note  # type: ignore[method-assign]
+    for number, ttl_s in ((0, None), (1, 60.0)):
+        reserved = harness.host.reserve(SPACE, name(number), None, PAGE_BYTES, harness.owner, ttl_s=ttl_s)
+        assert isinstance(reserved, Reservation)
+        harness.host.commit([reserved])
+    harness.jobs.run_all()
+    assert asked == [None, 60.0]

@@ -937,11 +937,11 @@ def test_behind_a_block_without_a_slot_nobody_elses_block_is_evicted(monkeypatch
     harness = Harness(8)
     real, refused = harness.host.reserve, []
 
-    def reserve(space: bytes, digest: BlockDigest, *rest: object) -> Reservation | DropReason:
+    def reserve(space: bytes, digest: BlockDigest, *rest: object, **more: object) -> Reservation | DropReason:
         if digest == name(1):
             refused.append(digest)
             return DropReason.HOST_FULL
-        return real(space, digest, *rest)  # type: ignore[arg-type]
+        return real(space, digest, *rest, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(harness.host, "reserve", reserve)
     harness.tier.put(0, 1, 2)

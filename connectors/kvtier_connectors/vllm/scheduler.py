@@ -14,6 +14,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from kvtier.config import Settings
+from kvtier.events import StoreEvents
 from kvtier.keys import BlockDigest, Namespace
 from kvtier.store import Store
 from kvtier_connectors.connector import sizing_warning
@@ -63,6 +64,7 @@ class SchedulerSide:
         self._block_tokens = namespace.layout.block_tokens
         self._step_budget, self._num_ranks = limits
         self.space = self.store.open_space(namespace)
+        self._by_tier = StoreEvents.open(self.store, self.space)
         memory = self.store.pool
         self._host = HostAddress(os.getpid(), memory.fd, memory.buffer.nbytes)
         self._manager: KVCacheManager | None = None
@@ -273,6 +275,7 @@ class SchedulerSide:
         if self._events is not None:
             self._events.close()
         self.store.flush(4.0)
+        self._by_tier.close()
         self.store.close()
 
     # ---- parts of it ---------------------------------------------------------------------------------------------

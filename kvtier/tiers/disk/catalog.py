@@ -59,6 +59,8 @@ class Catalog:
         self.lock = threading.Lock()
         self.epoch = 0
         self.counts = Counts()
+        self.gone: list[Key] = []
+        """Evicted, or forgotten for their damage, and not yet told."""
         self._index = BlockIndex()
         self._segments: dict[int, Segment] = {}
         self._claims: dict[Key, Outgoing] = {}
@@ -236,6 +238,7 @@ class Catalog:
                     slot = frame.segment.number << ENTRY_BITS | frame.entry
                     if self._slot(frame.key) == slot:
                         self._forget(*split_key(frame.key), slot)
+                        self.gone.append(frame.key)
                         self.counts.damaged += frame.outcome is ReadOutcome.DAMAGED
 
     def touch(self, keys: Sequence[Key]) -> None:
@@ -322,6 +325,7 @@ class Catalog:
             slot = victim.number << ENTRY_BITS | entry
             if self._slot(key) == slot:
                 self._forget(*split_key(key), slot)
+                self.gone.append(key)
                 self.counts.damaged += 1
 
     def drop(self, victim: Segment) -> bool:
@@ -330,8 +334,9 @@ class Catalog:
             if victim.readers or victim.writers or victim.state is not SegmentState.SEALED:
                 return False
             self.counts.evicted_blocks += victim.num_live
-            for key in victim.live_keys():
+            for key in (keys := victim.live_keys()):
                 self._index.remove(*split_key(key))
+            self.gone += keys
             victim.forget_all()
             victim.state = SegmentState.DEAD
             del self._segments[victim.number]

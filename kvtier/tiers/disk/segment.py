@@ -137,9 +137,9 @@ class Segment:
         self.used.clear()
         self.num_live = 0
 
-    def live(self) -> Entries:
-        """A copy of the entries that can be found, in the order of their pages."""
-        entries = self.entries[: self.num_entries]
+    def live(self, start: int = 0, end: int | None = None) -> Entries:
+        """A copy of the entries that can be found, of all or of a part, in the order of their pages."""
+        entries = self.entries[: self.num_entries][start:end]
         found: Entries = entries[(entries["flags"] & IS_GONE) == 0]
         return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from kvtier.keys import Key, split_key
 from kvtier.tiers.base import ReadOutcome, ReadRequest, Tier, TierUsage, WriteOutcome, WriteRequest
 from kvtier.tiers.disk.catalog import Catalog
 from kvtier.tiers.disk.files import Files
+from kvtier.tiers.disk.listing import list_segment
 from kvtier.tiers.disk.opening import Opening, open_volumes
 from kvtier.tiers.disk.scratch import ScratchPool
 from kvtier.tiers.disk.snapshot import DiskSnapshot
@@ -37,7 +38,7 @@ class DiskTier(Tier):
     writes to one directory queue behind its change of segments. Locks are ordered: a volume's, then the catalog's.
     `close` does not wait for calls under way; the last of them gives back what the tier holds.
     Mutable state: `_closed`, `_operations`, `_in_flight`, `_next_volume`, guarded by the catalog's lock;
-    `_epoch_is_safe`, by `_resetting`.
+    `_epoch_is_safe`, by `_resetting`; `_on_gone`, replaced as a whole.
     """
 
     name = "disk"
@@ -82,6 +83,7 @@ class DiskTier(Tier):
         self._next_volume = 0
         self._resetting = threading.Lock()
         self._epoch_is_safe = True
+        self._on_gone: tuple[Callable[[Sequence[Key]], None], ...] = ()
 
     @property
     def epoch(self) -> int:
@@ -116,6 +118,26 @@ class DiskTier(Tier):
                 f"disk.size = {self._capacity_bytes} makes segments whose blocks are at most {longest} bytes long, and "
                 f"a block of this model takes {frame_bytes(nbytes)}; raise disk.size"
             )
+
+    # ---- what it holds -------------------------------------------------------------------------------------------
+
+    def keys(self, namespace: bytes) -> list[tuple[Key, Key | None]]:
+        """Every block of one namespace digest, with its parent, oldest segment first; those found at open too. A
+        snapshot only where nothing is written or evicted meanwhile. Takes time in proportion; never blocks on I/O."""
+        self.check_process()
+        segments = [segment for volume in self._volumes for segment in self._catalog.segments_of(volume.number)]
+        return [block for segment in segments for block in list_segment(self._catalog, segment, namespace)]
+
+    def subscribe_gone(self, callback: Callable[[Sequence[Key]], None]) -> Callable[[], None]:
+        """Call back with blocks that were evicted, or forgotten because they were damaged, though nobody removed them;
+        without a lock, on the thread whose call found them so, before that call returns. Be quick, and do not raise. A
+        reset is not told. Returns a call that ends it."""
+        self._on_gone = (*self._on_gone, callback)
+
+        def unsubscribe() -> None:
+            self._on_gone = tuple(each for each in self._on_gone if each is not callback)
+
+        return unsubscribe
 
     # ---- Tier ----------------------------------------------------------------------------------------------------
 
@@ -258,6 +280,7 @@ class DiskTier(Tier):
             yield
         finally:
             self._end()
+            self._tell_gone()
 
     def _begin(self) -> bool:
         with self._catalog.lock:
@@ -270,6 +293,15 @@ class DiskTier(Tier):
             finish = self._closed and not self._operations
         if finish:
             self._finish()
+
+    def _tell_gone(self) -> None:
+        if not self._catalog.gone:
+            return
+        with self._catalog.lock:
+            gone, self._catalog.gone = self._catalog.gone, []
+        if gone:
+            for callback in self._on_gone:
+                callback(gone)
 
     def _finish(self) -> None:
         for volume in self._volumes:

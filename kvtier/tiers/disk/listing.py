@@ -1,0 +1,26 @@
+"""What a disk tier holds, block by block."""
+
+from __future__ import annotations
+
+from kvtier.keys import NAMESPACE_BYTES, Key
+from kvtier.tiers.disk.catalog import STRETCH, Catalog
+from kvtier.tiers.disk.layout import HAS_PARENT
+from kvtier.tiers.disk.segment import Segment
+
+__all__ = ["list_segment"]
+
+
+def list_segment(catalog: Catalog, segment: Segment, namespace: bytes) -> list[tuple[Key, Key | None]]:
+    """A segment's blocks of one namespace digest, with their parents, in their order. What comes or goes meanwhile may
+    be missing or not; the lock is held for a stretch of them at a time."""
+    found: list[tuple[Key, Key | None]] = []
+    for start in range(0, segment.num_entries, STRETCH):
+        with catalog.lock:
+            entries = segment.live(start, start + STRETCH)
+        rows = zip(entries["key"].tolist(), entries["parent"].tolist(), entries["flags"].tolist(), strict=True)
+        found += [
+            (Key(key), Key(parent) if flags & HAS_PARENT else None)
+            for key, parent, flags in rows
+            if key[:NAMESPACE_BYTES] == namespace
+        ]
+    return found

@@ -1,0 +1,272 @@
+"""Blocks to and from a server: frames sent from where they lie, and read to where they belong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from kvtier.errors import FrameError
+from kvtier.frame import (
+    HEADER_BYTES,
+    FrameHeader,
+    NewerFrameError,
+    frame_bytes,
+    padded,
+    payload_checksum,
+)
+from kvtier.keys import Key
+from kvtier.tiers.base import ReadOutcome, ReadRequest, WriteOutcome, WriteRequest
+from kvtier.tiers.redis.channel import Channel
+from kvtier.tiers.redis.exchange import ASKING, AbandonedError, Exchange
+from kvtier.tiers.redis.resp import CRLF, ErrorReply, key_argument, repeated
+
+__all__ = ["Gets", "Naming", "Sets"]
+
+ASKED_BYTES = 1 << 20
+"""Of answers that may wait in a server's buffers: two blocks at least, so that it always has the next to work on, and
+no more than its processor's caches hold. They count against its maxmemory, too."""
+SENT_BYTES = 16 << 20
+"""Of blocks that were sent and not yet answered: so many are sent in vain at most, to a server that has no room."""
+MAX_SURPLUS_BYTES = 1 << 16
+"""By how much an answer may be longer than the block and still be read, to be thrown away."""
+PIECE_BYTES = 512 << 10
+FIRST_BYTES = HEADER_BYTES + 32  # of an answer: its line, and the header page
+RAW = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """What is the same for every block of a call."""
+
+    prefix: str
+    """Of every key, with tenant and epoch."""
+    tenant: str
+
+
+class Gets(Exchange[ReadOutcome]):
+    """Blocks to read. The answer of a key under which something else lies is DAMAGED; of one with a block of another
+    length, or a frame of a later kvtier, MISS.
+    """
+
+    def __init__(
+        self, requests: Sequence[ReadRequest], naming: Naming, ttl_ms: int | None, *, asking: bool = False
+    ) -> None:
+        """ttl_ms: how long a block lives from now on, where it has less; None: not to be changed."""
+        super().__init__(len(requests), asking=asking)
+        self._requests = requests
+        self._naming = naming
+        self._ttl_ms = ttl_ms
+        self._ahead_bytes = 0
+        self._header = memoryview(bytearray(HEADER_BYTES))
+        self._tail = memoryview(bytearray(HEADER_BYTES + len(CRLF)))
+
+    def begin(self, channel: Channel) -> None:
+        self._ahead_bytes = 0
+        self._ask(channel)
+
+    def finish(self, channel: Channel) -> None:
+        while not self.is_done:
+            request = self._requests[len(self.answers)]
+            channel.prefetch(FIRST_BYTES)
+            if self.asking:
+                channel.read_reply()
+            self._read(channel, request)
+            self._ahead_bytes -= frame_bytes(len(request.buffer))
+            if self._ttl_ms is not None:
+                channel.read_replies(2 if self.asking else 1)  # an old server's refusal changes nothing for the read
+            if self._ahead_bytes <= ASKED_BYTES // 2 or self._num_sent < len(self.answers) + 2:
+                self._ask(channel)
+
+    def _ask(self, channel: Channel) -> None:
+        """Ask for as many more as may be on their way."""
+        start = stop = self._num_sent
+        while stop < self.num_items and (self._ahead_bytes < ASKED_BYTES or stop < len(self.answers) + 2):
+            self._ahead_bytes += frame_bytes(len(self._requests[stop].buffer))
+            stop += 1
+        if start == stop:
+            return
+        keys = [request.key for request in self._requests[start:stop]]
+        before, prefix = ASKING if self.asking else b"", self._naming.prefix
+        if self._ttl_ms is None:
+            commands, per_key = repeated("GET", prefix, keys, before=before), 1
+        else:
+            # Lengthened only: a block that was given longer keeps that, and one without an end gets none.
+            commands = b"".join(
+                [
+                    repeated("GET", prefix, [key], before=before)
+                    + repeated("PEXPIRE", prefix, [key], self._ttl_ms, "GT", before=before)
+                    for key in keys
+                ]
+            )
+            per_key = 2
+        channel.send([commands], per_key * (2 if self.asking else 1) * len(keys))
+        self._num_sent = stop
+
+    def _read(self, channel: Channel, request: ReadRequest) -> None:
+        line = channel.read_line()
+        if line.startswith(b"$") and line != b"$-1":
+            self._read_frame(channel, request, channel.number(line))
+            return
+        channel.settle()
+        if line.startswith(b"-"):
+            self.answers.append(ErrorReply(line[1:].decode("utf-8", "replace")))
+        elif line == b"$-1":
+            self.answers.append(ReadOutcome.MISS)
+        else:
+            raise channel.garbled(f"{line[:40]!r} where a block was asked for")
+
+    def _read_frame(self, channel: Channel, request: ReadRequest, nbytes: int) -> None:
+        if nbytes < HEADER_BYTES:
+            self._drop(channel, request, nbytes + len(CRLF), ReadOutcome.DAMAGED)
+            return
+        channel.read_into(self._header)
+        header = self._decode(request.key, nbytes)
+        if not isinstance(header, FrameHeader) or header.raw_bytes != len(request.buffer):
+            outcome = header if isinstance(header, ReadOutcome) else ReadOutcome.MISS
+            self._drop(channel, request, nbytes - HEADER_BYTES + len(CRLF), outcome)
+            return
+        tail = self._tail[: padded(len(request.buffer)) - len(request.buffer) + len(CRLF)]
+        checksum = _read_payload(channel, request.buffer, tail)
+        if tail[-2:] != CRLF:
+            raise channel.garbled("a string without an end")
+        channel.settle()
+        self.answers.append(ReadOutcome.OK if checksum == header.checksum else ReadOutcome.DAMAGED)
+
+    def _decode(self, key: Key, nbytes: int) -> FrameHeader | ReadOutcome:
+        """The header, or what to answer where it is not one of a block with this key and this length of frame."""
+        try:
+            header = FrameHeader.decode(self._header)
+        except NewerFrameError:
+            return ReadOutcome.MISS  # whoever wrote it reads it
+        except FrameError:
+            return ReadOutcome.DAMAGED
+        is_ours = header.key == key and header.tenant == self._naming.tenant and header.codec == RAW
+        is_whole = header.stored_bytes == header.raw_bytes and header.frame_bytes == nbytes
+        return header if is_ours and is_whole else ReadOutcome.DAMAGED
+
+    def _drop(self, channel: Channel, request: ReadRequest, nbytes: int, outcome: ReadOutcome) -> None:
+        """Answer so, and get past the bytes that are left: through the buffer, which is undefined then anyway."""
+        self.answers.append(outcome)
+        if nbytes > frame_bytes(len(request.buffer)) + MAX_SURPLUS_BYTES:
+            raise AbandonedError(f"{channel.address} holds {nbytes} bytes under the key of a block")
+        scratch = request.buffer if len(request.buffer) > HEADER_BYTES else self._header
+        channel.skip(nbytes, scratch)
+        channel.settle()
+
+
+def _read_payload(channel: Channel, buffer: memoryview, tail: memoryview) -> int:
+    """Fill the buffer, and what comes behind it; the checksum, as `payload_checksum` has it.
+
+    A long one is summed piece by piece, while it is still in the processor's cache and the next piece is coming.
+    """
+    if len(buffer) <= PIECE_BYTES:
+        channel.read_into(buffer, tail)
+        return payload_checksum(buffer)
+    summed = xxhash.xxh3_64()
+    for start in range(0, len(buffer), PIECE_BYTES):
+        piece = buffer[start : start + PIECE_BYTES]
+        channel.read_into(piece)
+        summed.update(piece)
+    channel.read_into(tail)
+    return summed.intdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A block to write, and how long it lives; None: until it is evicted."""
+
+    request: WriteRequest
+    ttl_ms: int | None
+
+
+class Sets(Exchange[WriteOutcome]):
+    """Blocks to write where there is none. After the first for which the server has no memory no other is sent."""
+
+    def __init__(
+        self, blocks: Sequence[Outgoing], naming: Naming, *, asking: bool = False, is_full: bool = False
+    ) -> None:
+        """is_full: the server had no memory a moment ago: send nothing, and say so."""
+        super().__init__(len(blocks), asking=asking)
+        self._blocks = blocks
+        self._naming = naming
+        self._ahead_bytes = 0
+        self.was_refused = False
+        """Whether the server answered that it has no memory."""
+        if is_full:
+            self._give_up()
+
+    def begin(self, channel: Channel) -> None:
+        self._ahead_bytes = 0
+        self._send_ahead(channel)
+
+    def finish(self, channel: Channel) -> None:
+        while not self.is_done:
+            if len(self.answers) < self._num_sent:
+                self._read(channel)
+            self._send_ahead(channel)
+
+    def _send_ahead(self, channel: Channel) -> None:
+        while self._num_sent < self.num_items:
+            block = self._blocks[self._num_sent]
+            nbytes = frame_bytes(len(block.request.buffer))
+            if self._ahead_bytes and self._ahead_bytes + nbytes > SENT_BYTES:
+                return
+            if self._ahead_bytes and channel.is_readable:
+                self._read(channel)  # it may be that there is no room: not a reason to send all the others
+                continue
+            if self.was_refused:
+                if len(self.answers) == self._num_sent:
+                    self._give_up()
+                return
+            self._send(channel, block)
+            self._ahead_bytes += nbytes
+            self._num_sent += 1
+
+    def _send(self, channel: Channel, block: Outgoing) -> None:
+        request, nbytes = block.request, len(block.request.buffer)
+        header = FrameHeader(
+            key=request.key,
+            parent=request.parent,
+            raw_bytes=nbytes,
+            stored_bytes=nbytes,
+            checksum=payload_checksum(request.buffer),
+            codec=RAW,
+            tenant=self._naming.tenant,
+        )
+        name = (self._naming.prefix + key_argument(request.key)).encode("ascii")
+        options = b"$2\r\nNX\r\n"
+        if block.ttl_ms is not None:
+            options += b"$2\r\nPX\r\n$%d\r\n%d\r\n" % (len(str(block.ttl_ms)), block.ttl_ms)
+        head = b"%b*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b" % (
+            ASKING if self.asking else b"",
+            4 if block.ttl_ms is None else 6,
+            len(name),
+            name,
+            frame_bytes(nbytes),
+            header.encode(),
+        )
+        tail = bytes(padded(nbytes) - nbytes) + CRLF + options
+        channel.send([head, request.buffer, tail], 2 if self.asking else 1)
+
+    def _read(self, channel: Channel) -> None:
+        if self.asking:
+            channel.read_reply()
+        reply = channel.read_reply()
+        self._ahead_bytes -= frame_bytes(len(self._blocks[len(self.answers)].request.buffer))
+        if reply == b"OK":
+            self.answers.append(WriteOutcome.STORED)
+        elif reply is None:
+            self.answers.append(WriteOutcome.ALREADY_STORED)
+        elif isinstance(reply, ErrorReply) and reply.code == "OOM":
+            self.was_refused = True
+            self.answers.append(WriteOutcome.FULL)
+        elif isinstance(reply, ErrorReply):
+            self.answers.append(reply)
+        else:
+            raise channel.garbled("an answer that SET does not give")
+
+    def _give_up(self) -> None:
+        self.answers.extend([WriteOutcome.FULL] * (self.num_items - len(self.answers)))
+        self._num_sent = self.num_items
