@@ -15,7 +15,6 @@ TABLE = ROOT / "docs" / "field-bugs.md"
 PARTS = {
     "disk": "the disk tier",
     "ranks": "several ranks of one engine",
-    "redis": "the redis tier",
     "scheduler": "the restore decision and per-request control",
     "server": "kvtier-server",
 }
