@@ -20,6 +20,7 @@ MAX_LINE_BYTES = 1 << 14
 MAX_REPLY_BYTES = 16 << 20
 """Of a reply that is read whole: a cluster's slots are the longest, three nodes and three lines for each range."""
 MAX_DEPTH = 6
+TIMEOUT_SLACK_S = 0.01
 MIN_TIMEOUT_S = 0.001  # the kernel takes 0 for no timeout at all
 SLOW_RUN = 64
 
@@ -50,8 +51,8 @@ class Channel:
     """A connected TCP socket with a small buffer for replies. Used by one call at a time; `shut` by any thread.
 
     Every send and receive ends by `deadline`, a time of the clock, however slowly the bytes come. The kernel counts
-    the time, which is set before each: so one system call moves a whole block, and a thread that waits for bytes does
-    not wake, and want the interpreter, for each packet of them.
+    the time: so one system call moves a whole block, and a thread that waits for bytes does not wake, and want the
+    interpreter, for each packet of them.
 
     `num_owed` counts replies that were asked for and not yet read to their end. A channel that owes any, or has bytes
     left over, is not to be used by another call: `is_idle` says so.
@@ -72,6 +73,7 @@ class Channel:
         self.is_fresh = True
         """Whether no call has used it before."""
         self.is_broken = False
+        self._told_s: dict[int, float] = {}  # by the socket's option
         self._prepare()
 
     def _prepare(self) -> None:
@@ -284,12 +286,18 @@ class Channel:
         return max(left, MIN_TIMEOUT_S)
 
     def _limit(self, option: int) -> None:
+        """Have the kernel end what comes next by the deadline, or TIMEOUT_SLACK_S after it: the time that it has been
+        told already is good for so long.
+        """
         left = self._left()
+        if 0.0 <= self._told_s.get(option, -1.0) - left <= TIMEOUT_SLACK_S:
+            return
         seconds = int(left)
         try:
             self._sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(seconds, int((left - seconds) * 1e6) or 1))
         except OSError as error:
             raise self._lost(error) from error
+        self._told_s[option] = left
 
     def _late(self) -> DeadlineError:
         return DeadlineError(f"{self.address} did not answer in time")
