@@ -326,22 +326,28 @@ class Scheduler:
             verdict = Verdict.OK
         elif not self._requests:
             verdict = Verdict.IDLE
-        elif in_flight or failed or self.admission.ledger.num_waiters:
+        elif in_flight or failed or self._is_wait_for_room():
             verdict = Verdict.WAIT
         else:
             verdict, stall = Verdict.STALL, self._describe_stall()
             failed = failed + self._end_stall(stall)
         if stall is None:
             self._num_stalled_steps = 0
+        # Whom this step sent back to look anew, or refused for the first time, has a deadline from the next poll on.
+        is_untold = verdict is Verdict.WAIT and not in_flight and poll.next_deadline is None
         return StepPlan(
             scheduled=tuple(self._scheduled.values()),
             verdict=verdict,
             in_flight=in_flight,
-            next_deadline=-math.inf if self.admission.num_sent_back else poll.next_deadline,
+            next_deadline=-math.inf if self.admission.num_sent_back or is_untold else poll.next_deadline,
             preempted=self._roster.take_preempted(),
             failed=tuple(failed),
             stall=stall,
         )
+
+    def _is_wait_for_room(self) -> bool:
+        """A restore waits for blocks, and for so long: without a slot it is not refused, and no time runs out."""
+        return self.admission.ledger.num_waiters > 0 and len(self.running) < self._config.max_num_seqs
 
     def _end_stall(self, stall: Stall) -> list[tuple[Request, str]]:
         """One stalled step may be a matter of moments; at the second, fail the request that stands in the way."""
@@ -354,7 +360,8 @@ class Scheduler:
         return [(self._requests[stall.request_id], stall.describe())]
 
     def _describe_stall(self) -> Stall:
-        first = min([*self.running, *self.waiting.first_ready(1)], key=self.waiting.key)
+        # Who runs keeps blocks, and has given all others' up in vain: those that wait may do with what it has.
+        first = min(self.running or self.waiting.first_ready(1), key=self.waiting.key)
         stats = self.stats()
         return Stall(
             num_running=len(self.running),

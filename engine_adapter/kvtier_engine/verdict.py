@@ -34,7 +34,7 @@ class Stall:
     num_held: int
     """Blocks that nobody references, kept by pins alone."""
     request_id: str
-    """The request that has waited longest, which is failed when the next step stalls too."""
+    """Who runs and gets no block, else who has waited longest: failed when the next step stalls too."""
     num_needed: int
     """Blocks that it lacks."""
     holders: Mapping[str, int]

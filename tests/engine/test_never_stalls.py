@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -13,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvtier.testing import FakeClock
 from kvtier_connectors.contract import KVOptions
+from kvtier_engine.engine import StepResult
 from kvtier_engine.request import FinishReason
 from kvtier_engine.runner import BatchItem
 from kvtier_engine.testing import FakeRunner, PageWriteLog, ScriptedConnector, linear_cost
@@ -60,7 +63,7 @@ class NeverStalls(RuleBasedStateMachine):
         runner.fail = self._maybe_fail
         self.is_failing = False
         self.expected_failures: set[str] = set()
-        self.num_empty = 0
+        self.num_stalled = 0
 
     def _maybe_fail(self, batch: Sequence[BatchItem]) -> None:
         if self.is_failing:
@@ -124,13 +127,34 @@ class NeverStalls(RuleBasedStateMachine):
     def _step(self) -> None:
         result = self.rig.step()
         self.log.verify()
-        for output in result.outputs:
-            if output.finish_reason is FinishReason.ERROR:
-                assert output.request_id in self.expected_failures, output.error
-        assert result.verdict is not Verdict.STALL, result.stall
+        errors = {o.request_id: o.error for o in result.outputs if o.finish_reason is FinishReason.ERROR}
+        if result.verdict is Verdict.STALL:
+            self._check_stall(result, errors)
+        else:
+            self.num_stalled = 0
+            assert errors.keys() <= self.expected_failures, errors
         if result.verdict is Verdict.WAIT:
             assert self.has_tiers, "nothing is under way that could be waited for"
             assert result.in_flight or result.next_deadline is not None
+
+    def _check_stall(self, result: StepResult, errors: dict[str, str | None]) -> None:
+        """Allowed only while copies that were given up keep blocks: the second in a row fails who needs them (R36)."""
+        stall = result.stall
+        assert stall is not None
+        lost = self._lost_blocks()
+        assert lost.total(), stall.describe()
+        assert result.in_flight == 0, "something else is under way"
+        assert stall.holders == lost
+        assert stall.num_free < stall.num_needed <= stall.num_free + stall.num_used + stall.num_held
+        running = {request.request_id for request in self.rig.engine.scheduler.running} | errors.keys()
+        assert not stall.num_running or stall.request_id in running, "those that wait may do with what it has"
+        self.num_stalled += 1
+        assert errors == ({stall.request_id: stall.describe()} if self.num_stalled == 2 else {})
+        self.num_stalled %= 2
+
+    def _lost_blocks(self) -> Counter[str]:
+        """Blocks of landings that were given up and whose copies have not ended, by who holds them."""
+        return Counter()
 
     @invariant()
     def everything_agrees(self) -> None:
@@ -154,7 +178,8 @@ class NeverStalls(RuleBasedStateMachine):
         try:
             self.is_failing = False
             for _ in range(2500):
-                if not self.rig.engine.has_work:
+                is_copying = self.kv is not None and self.kv.num_in_flight()  # an engine waits for none given up
+                if not (self.rig.engine.has_work or is_copying):
                     break
                 self._step()
                 self._let_all_end()
@@ -169,6 +194,13 @@ class NeverStallsWithTiers(NeverStalls):
     """Beside tiers that answer late, in any order, by half, or not at all."""
 
     has_tiers: ClassVar[bool] = True
+
+    def _lost_blocks(self) -> Counter[str]:
+        assert self.kv is not None
+        lost: Counter[str] = Counter()
+        for task in self.kv.scheduler.landings.given_up():
+            lost[f"restore of {task.request_id}"] += task.num_blocks
+        return lost
 
     @rule(head=st.integers(0, 1), num_blocks=st.integers(1, PROMPT_TOKENS), tier=st.sampled_from(["host", "disk"]))
     def hold(self, head: int, num_blocks: int, tier: str) -> None:
@@ -202,6 +234,81 @@ TestNeverStalls.pytestmark = [pytest.mark.bug("CR03")]  # type: ignore[attr-defi
 
 TestNeverStallsWithTiers = NeverStallsWithTiers.TestCase
 TestNeverStallsWithTiers.settings = settings(max_examples=50, stateful_step_count=40)
+
+
+# ---- landings that are given up --------------------------------------------------------------------------------------
+
+
+def open_given_up(num_blocks: int, max_tokens: int | None) -> NeverStallsWithTiers:
+    """The copy of "a" did not end in a minute: it is given up, keeps its block, and "a" is computed in others."""
+    machine = NeverStallsWithTiers()
+    machine.open(
+        num_blocks=num_blocks,
+        max_num_seqs=2,
+        max_batch_tokens=1,
+        num_ranks=1,
+        share=None,
+        policy="fcfs",
+        head_patience=0,
+        max_capacity_waiters=1,
+    )
+    machine.hold(head=0, num_blocks=1, tier="host")
+    machine.add(names=["a"], head=0, length=1, tail=[0, 0], max_tokens=max_tokens, priority=0, max_wait_s=None)
+    machine.steps(count=1)
+    machine.jump(seconds=61.0)
+    return machine
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "num_stalls", "reason"),
+    [(5, 0, FinishReason.LENGTH), (6, 1, FinishReason.LENGTH), (7, 1, FinishReason.ERROR), (9, 1, FinishReason.ERROR)],
+)
+def test_r4_r36_the_machine_bears_a_stall_by_a_copy_that_was_given_up(
+    num_steps: int, num_stalls: int, reason: FinishReason
+) -> None:
+    """ "a" grows into the whole pool. What is under way ends behind the first step of the teardown."""
+    machine = open_given_up(num_blocks=4, max_tokens=None)
+    machine.steps(count=num_steps)
+    machine.everything_agrees()
+    machine.teardown()
+    assert machine.rig.finished["a"].finish_reason is reason
+    assert machine.rig.engine.scheduler.stats().stalls == num_stalls
+
+
+def test_r77_the_machine_ends_with_a_copy_that_was_given_up_and_outlived_its_request() -> None:
+    machine = open_given_up(num_blocks=8, max_tokens=2)
+    machine.steps(count=6)
+    assert not machine.rig.engine.has_work
+    assert machine.rig.engine.pool.holders() == {"restore of a": 1}
+    machine.teardown()
+    assert machine.rig.engine.scheduler.stats().stalls == 0
+
+
+@pytest.mark.parametrize("spoil", ["nobody", "other", "fits"])
+def test_the_machine_bears_no_other_stall(spoil: str) -> None:
+    """Blocks that nobody's landing holds, one that is still waited for, and a stall without need are faults."""
+    machine = open_given_up(num_blocks=4, max_tokens=None)
+    machine.steps(count=6)
+    result = machine.rig.step()
+    stall = result.stall
+    assert stall is not None
+    machine._check_stall(result, {})
+    machine.num_stalled = 0
+    if spoil == "nobody":
+        assert machine.kv is not None
+        machine._let_all_end()
+        machine.kv.scheduler.complete(machine.kv.worker.poll())
+    elif spoil == "other":
+        stall = replace(stall, holders={"restore of b": 1})
+    else:
+        stall = replace(stall, num_needed=0)
+    with pytest.raises(AssertionError):
+        machine._check_stall(replace(result, stall=stall), {})
+    machine.num_stalled = 1
+    machine.teardown()
+
+
+# ---- dense traffic ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("machine_class", [NeverStalls, NeverStallsWithTiers])

@@ -80,9 +80,9 @@ class ScriptedLandings:
         """Every destination, as often as it is pinned."""
         return [block_id for landing in self._running.values() for block_id in landing.task.block_ids]
 
-    def given_up(self) -> int:
-        """Blocks whose end nobody waits for."""
-        return sum(landing.task.num_blocks for landing in self._running.values() if landing.is_given_up)
+    def given_up(self) -> list[Task]:
+        """Copies whose end nobody waits for."""
+        return [landing.task for landing in self._running.values() if landing.is_given_up]
 
     def wanted(self) -> set[str]:
         """Requests that wait for a landing."""

@@ -177,7 +177,7 @@ class ScriptedScheduler(ConnectorScheduler):
         jobs = [task.job() for task in self.landings.plan()]
         if self.store_all:
             jobs += [task.job() for task in self.stores.begin()]
-        return TransferPlan(tuple(jobs), self.num_copying - self.landings.given_up())
+        return TransferPlan(tuple(jobs), self.num_copying - sum(task.num_blocks for task in self.landings.given_up()))
 
     def complete(self, results: Sequence[CopyResult]) -> list[RestoreOutcome]:
         outcomes: list[RestoreOutcome] = []

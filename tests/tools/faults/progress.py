@@ -15,6 +15,7 @@ SCHEDULER = "engine_adapter/kvtier_engine/scheduler.py"
 WAITING = "engine_adapter/kvtier_engine/waiting.py"
 
 PROGRESS_TESTS = "tests/engine/test_rules_progress.py"
+GIVEN_UP_TESTS = "tests/engine/test_rules_given_up.py"
 SHARE_TESTS = "tests/engine/test_compute_share.py"
 
 MUTANTS: list[Mutant] = [
@@ -95,12 +96,36 @@ MUTANTS: list[Mutant] = [
         name="a wait is a stall",
         rules=(3, 37),
         file=SCHEDULER,
-        old="        elif in_flight or failed or self.admission.ledger.num_waiters:\n",
-        new="        elif failed or self.admission.ledger.num_waiters:\n",
+        old="        elif in_flight or failed or self._is_wait_for_room():\n",
+        new="        elif failed or self._is_wait_for_room():\n",
         tests=(
             f"{PROGRESS_TESTS}::*_r3_*",
             f"{PROGRESS_TESTS}::*_r37_*",
         ),
+    ),
+    Mutant(
+        name="a wait for blocks without a slot hides a stall",
+        rules=(4, 51),
+        file=SCHEDULER,
+        old="num_waiters > 0 and len(self.running) < self._config.max_num_seqs",
+        new="num_waiters > 0",
+        tests=(f"{GIVEN_UP_TESTS}::*_r4_*",),
+    ),
+    Mutant(
+        name="a wait for blocks that just began has no deadline",
+        rules=(3,),
+        file=SCHEDULER,
+        old="self.admission.num_sent_back or is_untold else",
+        new="self.admission.num_sent_back else",
+        tests=(f"{GIVEN_UP_TESTS}::*_r3_*",),
+    ),
+    Mutant(
+        name="a stall fails who waits before who runs",
+        rules=(4, 37),
+        file=SCHEDULER,
+        old="min(self.running or self.waiting.first_ready(1), ",
+        new="min([*self.running, *self.waiting.first_ready(1)], ",
+        tests=(f"{GIVEN_UP_TESTS}::*_r37_*",),
     ),
     Mutant(
         name="a stall is counted at each step",

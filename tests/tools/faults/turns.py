@@ -144,7 +144,7 @@ MUTANTS: list[Mutant] = [
         name="who lost a prefix waits for something else to happen",
         rules=(67,),
         file="engine_adapter/kvtier_engine/scheduler.py",
-        old="next_deadline=-math.inf if self.admission.num_sent_back else poll.next_deadline,",
+        old="next_deadline=-math.inf if self.admission.num_sent_back or is_untold else poll.next_deadline,",
         new="next_deadline=poll.next_deadline,",
         tests=("tests/engine/test_rules_restore.py",),
     ),
