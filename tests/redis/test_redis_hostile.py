@@ -60,6 +60,7 @@ def verify_bounded(tier: RedisTier, num_timeouts: int = 1) -> dict[str, object]:
     return answers
 
 
+@pytest.mark.bug("HS14")
 def test_a_server_that_never_answers() -> None:
     with FakeServer(lambda sock, words: None) as fake:
         start = time.monotonic()
@@ -196,6 +197,7 @@ LIES = {
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
 @pytest.mark.parametrize("verb", [b"GET", b"SET", b"EXISTS", b"INFO", b"PING"])
+@pytest.mark.bug("SE11")
 def test_lies(verb: bytes, lie: bytes) -> None:
     def reply(sock: socket.socket, words: list[bytes]) -> bytes | None:
         is_epoch = words[-1].endswith(b":epoch")
@@ -215,6 +217,7 @@ def test_lies(verb: bytes, lie: bytes) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB
 
 
+@pytest.mark.bug("CR17")
 def test_a_server_that_is_out_of_memory_keeps_its_connection() -> None:
     def reply(sock: socket.socket, words: list[bytes]) -> bytes | None:
         return b"-OOM command not allowed\r\n" if words[0] == b"SET" else joining(words)
@@ -265,6 +268,7 @@ def num_descriptors() -> int:
     return len([*Path("/proc/self/fd").iterdir()])
 
 
+@pytest.mark.bug("LK14")
 def test_thousands_of_misses_and_failures_leave_no_descriptor(server: RedisServer) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         closed = f"redis://127.0.0.1:{listener.getsockname()[1]}"

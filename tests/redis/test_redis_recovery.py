@@ -211,7 +211,7 @@ def test_many_threads_share_few_connections(server: RedisServer) -> None:
         with ThreadPoolExecutor(8) as threads:
             for running in [threads.submit(work, seed) for seed in range(8)]:
                 running.result()
-        assert 1 <= most <= 2
+        assert 1 <= most <= 3, "two, and one for questions"
         assert tier.snapshot().errors == {}
 
 

@@ -69,6 +69,7 @@ def as_cluster(ports: list[int], answer: Callable[[list[bytes]], str]) -> Reply:
 
 
 @pytest.mark.parametrize("where", ["MOVED 1 127.0.0.1:%d", "ASK 1 127.0.0.1:%d", "MOVED 1 :%d"])
+@pytest.mark.bug("CR18")
 def test_a_redirect_to_itself_ends(where: str) -> None:
     ports: list[int] = []
     with FakeServer(as_cluster(ports, lambda words: where % ports[0])) as fake:

@@ -44,7 +44,7 @@ class RedisTier(Tier):
     redis.ttl_s is set, a use gives a block that long again, unless it has longer (Redis 7; with an older one blocks
     live that long from when they were written).
 
-    Any thread, several at a time, over at most redis.connections connections to each server. No call takes longer
+    Any thread, several at a time, over at most redis.connections connections to each server, and one more. No call takes longer
     than redis.timeout_s, but for the lookup of a host's name; what is not done by then is ERROR. No lock is held while
     a server is waited for, but that resets wait for each other. Servers that fail make no call raise, but `contains`,
     `remove`, `probe` and `start_epoch`.
@@ -74,7 +74,8 @@ class RedisTier(Tier):
         self._resetting = threading.Lock()
         self._notices = Notices(clock)
         opener = Opener(settings, clock)
-        self._pool = ConnectionPool(opener, settings.connections, clock)
+        # One more than blocks are moved by: a question is answered at once, whatever blocks are on their way.
+        self._pool = ConnectionPool(opener, settings.connections + 1, clock)
         self._router = Router(settings, opener, clock, self._note_routes)
         self._caller = Caller(self._pool, self._router, self._notices.note)
         self._servers = Servers(self._caller, clock)
