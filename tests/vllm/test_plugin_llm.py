@@ -9,6 +9,9 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 
+from kvtier.testing.redis_servers import RedisServer
+from tests.redis_servers.needed import needs_redis_server
+
 PROMPT = [100 + 7 * index % 30_000 for index in range(1000)]
 OTHERS = [[100 + (11 * index + 977 * number) % 30_000 for index in range(1000)] for number in range(3)]
 NUM_FULL = 992  # tokens of its full blocks
@@ -54,3 +57,23 @@ def test_restored_from_host_memory_and_from_disk_is_a_prefix_hit_bit_for_bit(
     connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
     assert connector.scheduler_side.store.stats().hits == {"disk": NUM_FULL // 32}
     assert not connector._errors
+
+
+@needs_redis_server
+def test_restored_from_redis_on_another_machine_is_a_prefix_hit_bit_for_bit(make_llm: Any) -> None:
+    with RedisServer() as server:
+        sizes = {"num_gpu_blocks_override": 48, "max_model_len": 1408}
+        llm = make_llm(kv_transfer_config=with_kvtier(**{"redis.url": server.url}), **sizes)
+        assert ask(llm, PROMPT)[0] == 0
+        hit = ask(llm, PROMPT)
+        assert hit[0] == NUM_FULL
+        for other in OTHERS:
+            ask(llm, other)
+        llm = make_llm(kv_transfer_config=with_kvtier(**{"redis.url": server.url}), **sizes)
+        assert ask(llm, PROMPT) == hit
+        connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
+        stats = connector.scheduler_side.store.stats()
+        assert stats.hits == {"redis": NUM_FULL // 32}
+        assert stats.redis.errors == {}
+        assert not connector._errors
+        make_llm.close()
