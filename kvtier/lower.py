@@ -11,7 +11,7 @@ from dataclasses import fields
 
 from kvtier.breaker import Breaker, BreakerSnapshot
 from kvtier.clock import Clock
-from kvtier.errors import TierError
+from kvtier.errors import ClosedError, ForkedError, TierError
 from kvtier.executor import Executor, ThreadExecutor
 from kvtier.keys import BlockDigest, Key, make_key
 from kvtier.metrics import LowerStats, RemoteStats
@@ -38,6 +38,7 @@ turns over offers as much as it holds at once, and a prefix that finds no room l
 RESET_TIMEOUT_S = 10.0
 POLL_S = 0.1
 MIN_CLOSE_S = 0.5
+MIN_PROBE_S = 0.01
 MAX_USES = 256  # prompts whose uses wait to be noted; beyond it the oldest are forgotten
 
 
@@ -66,7 +67,7 @@ class LowerTier:
         self._num_threads = limits.writers + 1  # the executor keeps one for reads
         self._meter = MeteredTier(tier, clock)
         breaker = Breaker(clock, max_cooldown_s=limits.max_cooldown_s, probe_timeout_s=2 * limits.timeout_s)
-        self._guard = GuardedTier(self._meter, breaker, clock, limits.timeout_s)
+        self._guard = GuardedTier(self._meter, breaker, clock, limits.timeout_s, self._probe_soon)
         rate = limits.max_write_rate
         self._throttle = None if rate == "off" else ThrottledTier(self._guard, rate, clock)
         self._watched = WatchedTier(self._throttle or self._guard)
@@ -82,12 +83,13 @@ class LowerTier:
         self._is_probing = False
         self._lock = threading.Lock()
         self._closed = False
-        has_own = executor is None
+        self._ended = threading.Event()
+        self._has_own_threads = executor is None
         if executor is None:
             executor = ThreadExecutor(f"kvtier-{self.name}", MAX_QUEUED_JOBS, num_threads=self._num_threads)
         self.executor: Executor = executor
         self.asking = executor
-        if has_own and tier.is_remote:  # a question takes no time, and waits for no read
+        if self._has_own_threads and tier.is_remote:  # a question takes no time, and waits for no read
             self.asking = ThreadExecutor(f"kvtier-{self.name}-asks", MAX_QUEUED_JOBS)
         self.write_behind = WriteBehind(
             host,
@@ -163,8 +165,9 @@ class LowerTier:
         return held
 
     def _probe_soon(self) -> None:
-        """Ask the sick tier whether it is well, if that is due and nobody is about to. Never blocks."""
-        if self._closed or not self._guard.breaker.would_allow():
+        """Ask the sick remote tier whether it is well, when that is due, unless somebody is about to. Never blocks."""
+        is_due = self._has_own_threads or self._guard.breaker.would_allow()
+        if self._closed or not (self.is_remote and is_due):
             return
         with self._lock:
             begin, self._is_probing = not self._is_probing, True
@@ -172,8 +175,16 @@ class LowerTier:
             self._is_probing = False
 
     def _probe(self) -> None:
+        """With threads of its own: until it is well, whether anyone wants it or not. What is asked meanwhile is refused
+        in any case."""
+        breaker = self._guard.breaker
         try:
             was_asked = self._guard.try_probe()
+            while self._has_own_threads and not (breaker.is_closed or self._closed):
+                self._ended.wait(breaker.snapshot().next_probe_in_s + MIN_PROBE_S)
+                was_asked |= self._guard.try_probe()
+        except (ClosedError, ForkedError):
+            return
         finally:
             self._is_probing = False
         if was_asked and self._guard.breaker.is_closed:
@@ -274,6 +285,7 @@ class LowerTier:
     def close(self, timeout: float) -> None:
         """Stop within `timeout` seconds. A thread that the device holds keeps its slots, and dies with the process."""
         self._closed = True
+        self._ended.set()
         deadline = time.monotonic() + timeout
         if self._throttle is not None:
             self._throttle.stop_waiting()

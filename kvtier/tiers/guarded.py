@@ -60,8 +60,17 @@ class GuardedTier(TierWrapper):
     `_lock`, then the breaker's.
     """
 
-    def __init__(self, tier: Tier, breaker: Breaker, clock: Clock, timeout_s: float) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        breaker: Breaker,
+        clock: Clock,
+        timeout_s: float,
+        on_sick: Callable[[], None] = lambda: None,
+    ) -> None:
+        """on_sick: told, without a lock, by the thread of a call after which the breaker is not closed."""
         super().__init__(tier)
+        self._on_sick = on_sick
         self._breaker = breaker
         self._clock = clock
         self._timeout_s = timeout_s
@@ -166,6 +175,8 @@ class GuardedTier(TierWrapper):
             answer, well = failed, False
         finally:
             self._end(number, call, well=well)
+            if not self._breaker.is_closed:
+                self._on_sick()
         return answer
 
     # ---- calls under way -----------------------------------------------------------------------------------------

@@ -44,10 +44,10 @@ class RedisTier(Tier):
     redis.ttl_s is set, a use gives a block that long again, unless it has longer (Redis 7; with an older one blocks
     live that long from when they were written).
 
-    Any thread, several at a time, over at most redis.connections connections to each server, and one more. No call takes longer
-    than redis.timeout_s, but for the lookup of a host's name; what is not done by then is ERROR. No lock is held while
-    a server is waited for, but that resets wait for each other. Servers that fail make no call raise, but `contains`,
-    `remove`, `probe` and `start_epoch`.
+    Any thread, several at a time, over at most redis.connections connections to each server, and one more. No call
+    takes longer than redis.timeout_s, but for the lookup of a host's name; what is not done by then is ERROR. No lock
+    is held while a server is waited for, but that resets wait for each other. Servers that fail make no call raise, but
+    `contains`, `remove`, `probe` and `start_epoch`.
 
     Mutable state: `_closed`, `_num_calls`, `_num_damaged`, guarded by `_lock`; `_is_joined` is only ever set.
     """
