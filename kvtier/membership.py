@@ -76,7 +76,7 @@ class Question:
         start, count = 0, FIRST_ASKED
         while digests := self._digests[start : start + count]:
             asked = [d for d, is_known in zip(digests, self._is_elsewhere(digests), strict=True) if not is_known]
-            held = self._source.look([make_key(self._namespace, digest) for digest in asked])
+            held = self._source.look([make_key(self._namespace, digest) for digest in asked]) if asked else []
             if held is None:
                 return MissReason.TIER_ERROR if self._source.is_available else MissReason.TIER_DOWN
             if not all(held):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -230,11 +230,6 @@ class Stage:
         return len(self._digests)
 
     @property
-    def sources(self) -> Collection[Source]:
-        """The tiers that it waits for."""
-        return list(self._left)
-
-    @property
     def num_end(self) -> int:
         """Blocks before the first that failed."""
         return self._end
@@ -263,7 +258,7 @@ class Stage:
         or the tier that it waits for is sick."""
         if not self._begun_at <= now < self._deadline:
             return MissReason.TIMEOUT
-        return None if all(source.is_available for source in self.sources) else MissReason.TIER_DOWN
+        return None if all(source.is_available for source in list(self._left)) else MissReason.TIER_DOWN
 
     def first_pending(self) -> int:
         """The first block that it waits for, or the first not asked for; under the stager's lock. O(1) amortised, for

@@ -96,14 +96,11 @@ class Stager:
             self._sources = (*self._sources[:place], source, *self._sources[place:])
 
     def detach(self, source: Source) -> None:
-        """Read from it no more. Its executor was closed before: what no thread has begun is given up, and stages that
-        wait for it end."""
+        """Read from it no more. Its executor was closed before: what no thread has begun is given up, and
+        stages that wait for it end, now or when they are polled."""
         self._sources = tuple(each for each in self._sources if each is not source)
         with self._lock:
             queued = self._queue.take_queued(source, MissReason.TIER_DOWN)
-            for stage in self._queue.stages():
-                if source in stage.sources:
-                    self._queue.cut(stage, MissReason.TIER_DOWN)
         self._complete(queued)
         with self._lock:
             self._queue.detach(source)

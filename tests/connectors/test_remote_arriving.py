@@ -228,10 +228,11 @@ def test_who_does_not_wait_asks_nobody(open_remote: OpenRemote, fill: Callable[.
     asked = remote.num_asked
     rig = open_remote()
     rig.add("a", prompt(), options=KVOptions(max_wait_s=0.0))
+    assert len(rig.disk_jobs) == 0
     assert rig.step().num_tokens == 17
     rig.run()
-    assert remote.num_asked == asked
     rig.verify_quiet()
+    assert remote.num_asked == asked
 
 
 def test_a_wrong_yes_costs_a_shorter_prefix(

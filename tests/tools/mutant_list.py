@@ -26,7 +26,7 @@ failing test said. `make mutants` runs all. Rules that no fault of ours can brea
 
 from __future__ import annotations
 
-from tests.tools.faults import blocks, eviction, lifetime, matches, progress, restores, sizes, staging, turns
+from tests.tools.faults import blocks, eviction, lifetime, matches, progress, remote, restores, sizes, staging, turns
 from tests.tools.mutation import Mutant
 
 __all__ = ["GUARDS", "MUTANTS", "NO_MUTANT", "Mutant"]
@@ -38,6 +38,7 @@ MUTANTS: list[Mutant] = [
     *restores.MUTANTS,
     *lifetime.MUTANTS,
     *staging.MUTANTS,
+    *remote.MUTANTS,
     *turns.MUTANTS,
     *matches.MUTANTS,
     *eviction.MUTANTS,
