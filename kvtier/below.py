@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvtier.clock import Clock
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LowerTiers", "open_tiers"]
 
+logger = logging.getLogger("kvtier.store")
+
 
 def open_tiers(settings: Settings, clock: Clock, files: Files | None = None) -> list[OpenedTier]:
     """The lower tiers that the settings name, in the order in which they are asked. Blocks as opening each does; raises
@@ -31,11 +36,25 @@ def open_tiers(settings: Settings, clock: Clock, files: Files | None = None) -> 
             opened.append(open_disk(settings.disk, clock, files))
         if settings.redis.url:
             opened.append(open_redis(settings.redis, clock))
+        _agree(opened)
     except BaseException:
         for each in opened:
             each.tier.close()
         raise
     return opened
+
+
+def _agree(opened: Sequence[OpenedTier]) -> None:
+    """Tell tiers of this machine the latest epoch that any tier remembers: what they hold of before is of no use, and
+    must be of none to a later process that cannot reach the tier which was told of the reset."""
+    epoch = max((each.tier.epoch for each in opened), default=0)
+    for each in opened:
+        if each.tier.is_remote or each.tier.epoch >= epoch:
+            continue
+        try:
+            each.tier.start_epoch(epoch)
+        except TierError as error:
+            logger.warning("%s: a process that cannot ask the others might find KV of before a reset", error)
 
 
 class LowerTiers:
@@ -65,12 +84,16 @@ class LowerTiers:
 
     def attach(self, opened: OpenedTier, epoch: int, place: int | None = None) -> None:
         """As `add`, of a store in use: what the tier holds of epochs before the store's is forgotten. Blocks; raises
-        ConfigError where one of that name is there already, and what kept it from a new epoch."""
-        if any(lower.name == opened.tier.name for lower in self.tiers):
-            raise ConfigError(f"the store has a {opened.tier.name} tier: detach that first")
-        if opened.tier.epoch < epoch:
-            opened.tier.start_epoch(epoch)
-        self.add(opened, place=place)
+        ConfigError where one of that name is there already, and what kept it from a new epoch. It is closed then."""
+        try:
+            if any(lower.name == opened.tier.name for lower in self.tiers):
+                raise ConfigError(f"the store has a {opened.tier.name} tier: detach that first")
+            if opened.tier.epoch < epoch:
+                opened.tier.start_epoch(epoch)
+            self.add(opened, place=place)
+        except BaseException:
+            opened.tier.close()
+            raise
 
     def detach(self, name: str, timeout: float) -> None:
         """Close it within `timeout` seconds. Stages that read from it end; what is not written there is dropped, so
@@ -107,6 +130,12 @@ class LowerTiers:
         return [lower.stats(self._stager.inflight_bytes_of(lower)) for lower in self.tiers]
 
     def close(self, timeout: float) -> None:
-        """Each within `timeout` seconds."""
-        for lower in self.tiers:
+        """All at once, within `timeout` seconds: one that hangs takes no time from the others."""
+        first, others = self.tiers[:1], self.tiers[1:]
+        closing = [threading.Thread(target=each.close, args=(timeout,), name=f"closes {each.name}") for each in others]
+        for thread in closing:
+            thread.start()
+        for lower in first:
             lower.close(timeout)
+        for thread in closing:
+            thread.join()

@@ -49,6 +49,7 @@ class DurabilityWatches:
         self._lock = threading.Lock()
         self._under_way: Counter[Key] = Counter()
         self._watches: dict[Key, list[_Watch]] = {}
+        self._is_closed = False
 
     def begin(self, keys: Iterable[Key]) -> None:
         """These are on their way."""
@@ -74,11 +75,13 @@ class DurabilityWatches:
         """A ticket for these blocks. why_lost: of those that are not on their way, the ones that are not there; it is
         called after that was found, without the lock, so that one that arrives just now is seen by one of the two."""
         with self._lock:
-            pending = {key for key in keys if key in self._under_way}
+            under_way = {key for key in keys if key in self._under_way}
+            pending = set() if self._is_closed else under_way
             watch = _Watch(len(keys), set(pending))
+            watch.lost.update(dict.fromkeys(under_way - pending, DropReason.CLOSED))
             for key in pending:
                 self._watches.setdefault(key, []).append(watch)
-        lost = why_lost([key for key in keys if key not in pending])
+        lost = why_lost([key for key in keys if key not in under_way])
         with self._lock:
             watch.lost.update(lost)
             watch.is_open = False
@@ -88,6 +91,7 @@ class DurabilityWatches:
     def close(self) -> None:
         """Nothing arrives any more: whatever is on its way is lost."""
         with self._lock:
+            self._is_closed = True
             watches, self._watches = self._watches, {}
             for key, waiting in watches.items():
                 for watch in waiting:

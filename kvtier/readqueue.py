@@ -71,7 +71,8 @@ class ReadQueue:
                 self._stages.remove(stage)
                 self.check_done(stage)
             elif not reads and (source := stage._sources[stage._next]) is not None:
-                if self._budgets[source].is_lost:
+                budget = self._budgets.get(source)
+                if budget is None or budget.is_lost:  # None: detached since its blocks were located
                     self.cut(stage, MissReason.TIER_DOWN)
                     was_refused = True
                 else:
@@ -149,8 +150,8 @@ class ReadQueue:
             elif source is not None:
                 if len(reads) * max(stage._nbytes, READ_BYTES // READ_BLOCKS) >= READ_BYTES or source in busy:
                     break
-                budget = self._budgets[source]
-                if (reads and reads[0].source is not source) or not budget.can_begin(stage._nbytes):
+                budget = self._budgets.get(source)
+                if (reads and reads[0].source is not source) or budget is None or not budget.can_begin(stage._nbytes):
                     break
                 parent = stage._digests[index - 1] if index else stage._parent
                 read = StageRead(*name, parent, stage._nbytes, source, [(stage, index)], num_live=1)

@@ -169,7 +169,8 @@ class Store:
         """
         self.check_usable()
         with self._resetting:
-            self._epoch += 1
+            # Past what any tier remembers too: one may have been joined or attached with a later epoch.
+            self._epoch = 1 + max(self._epoch, *(lower.epoch for lower in self.lower), 0)
             with self._counters.lock:
                 self._counters.resets += 1
             forgotten = sum(self._host.reset(namespace) for namespace in self._host.namespaces())

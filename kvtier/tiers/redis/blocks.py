@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier.config.settings import RedisSettings
+from kvtier.config.settings import MAX_LIFETIME_S, RedisSettings
 from kvtier.errors import TierError
 from kvtier.keys import Key
 from kvtier.tiers.base import ReadOutcome, ReadRequest, WriteOutcome, WriteRequest
@@ -147,7 +147,7 @@ class Blocks:
             self._each("PEXPIRE", era, keys, deadline, ttl_ms, "GT")
 
     def _lifetime_ms(self, request: WriteRequest) -> int | None:
-        return self._ttl_ms if request.ttl_s is None else max(1, int(request.ttl_s * 1000))
+        return self._ttl_ms if request.ttl_s is None else max(1, int(min(request.ttl_s, MAX_LIFETIME_S) * 1000))
 
     def _each(
         self, verb: str, era: Era, keys: Sequence[Key], deadline: float, *options: str | int

@@ -13,7 +13,7 @@ from kvtier.clock import Clock
 from kvtier.tiers.redis.address import Address
 from kvtier.tiers.redis.resp import CRLF, ErrorReply, ProtocolError, Reply, parse_number
 
-__all__ = ["Channel", "ChannelError", "DeadlineError", "LostError", "PolledChannel"]
+__all__ = ["Channel", "ChannelError", "DeadlineError", "LostError", "PolledChannel", "advance"]
 
 BUFFER_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 14
@@ -61,7 +61,8 @@ class Channel:
     def __init__(self, sock: socket.socket, address: Address, clock: Clock) -> None:
         self._sock = sock
         self._clock = clock
-        self._buffer = bytearray(BUFFER_BYTES)
+        self._own_buffer = bytearray(BUFFER_BYTES)
+        self._buffer = self._own_buffer  # or a longer one, while it holds bytes that were pushed back
         self._view = memoryview(self._buffer)
         self._start = 0
         self._end = 0
@@ -74,6 +75,8 @@ class Channel:
         """Whether no call has used it before."""
         self.is_broken = False
         self._told_s: dict[int, float] = {}  # by the socket's option
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
         self._prepare()
 
     def _prepare(self) -> None:
@@ -86,11 +89,7 @@ class Channel:
     @property
     def is_readable(self) -> bool:
         """Whether bytes, or the end of them, can be read without waiting."""
-        if self._start != self._end:
-            return True
-        poll = select.poll()
-        poll.register(self._sock, select.POLLIN)
-        return bool(poll.poll(0))
+        return self._start != self._end or bool(self._poll.poll(0))
 
     def shut(self) -> None:
         """End what is under way on it, from another thread; it still has to be closed by the one that uses it."""
@@ -107,11 +106,15 @@ class Channel:
     def send(self, parts: Sequence[bytes | memoryview], num_replies: int) -> None:
         """All of the parts, in order. num_replies: what they ask for."""
         self.num_owed += num_replies
+        sent = self._send(parts)
+        if sent == sum(map(len, parts)):
+            return
         left = [memoryview(part) for part in parts]
+        advance(left, sent)
         while left:
-            _advance(left, self._send(left))
+            advance(left, self._send(left))
 
-    def _send(self, parts: Sequence[memoryview]) -> int:
+    def _send(self, parts: Sequence[bytes | memoryview]) -> int:
         self._limit(socket.SO_SNDTIMEO)
         try:
             return self._sock.sendmsg(parts)
@@ -139,21 +142,39 @@ class Channel:
         if self._start == self._end:
             self._fill(nbytes)
 
-    def read_into(self, target: memoryview, after: memoryview | None = None) -> None:
-        """Fill `target`, and `after` where there is one, with the next bytes."""
-        targets = [target] if after is None else [target, after]
+    def read_into(self, targets: list[memoryview]) -> None:
+        """Fill the targets with the next bytes, and empty the list."""
         while targets:
             buffered = min(self._end - self._start, len(targets[0]))
             if buffered:
                 targets[0][:buffered] = self._view[self._start : self._start + buffered]
                 self._start += buffered
-            _advance(targets, buffered or self._receive(targets))
+            advance(targets, buffered or self._receive(targets))
+
+    def read_ahead(self, targets: Sequence[memoryview]) -> int:
+        """Put into the targets what there is, and wait for the first byte of it only; how much. Nothing is put where
+        bytes are left in the buffer: they are to be looked at first.
+
+        All of it may belong to the next reply, or some to those after it: then it is to be pushed back.
+        """
+        return 0 if self._start != self._end else self._receive_some(targets)
+
+    def push_back(self, targets: Sequence[memoryview], nbytes: int) -> None:
+        """The first bytes of the targets, as `read_ahead` has just put them there, are still to be read."""
+        if nbytes > BUFFER_BYTES:
+            self._use(bytearray(nbytes))  # as long as the caller's own memory at most, and gone once it is read
+        self._start, self._end = 0, nbytes
+        start = 0
+        for target in targets:
+            part = target[: nbytes - start]
+            self._view[start : start + len(part)] = part
+            start += len(part)
 
     def skip(self, nbytes: int, scratch: memoryview) -> None:
         """Read and forget."""
         while nbytes:
             step = min(nbytes, len(scratch))
-            self.read_into(scratch[:step])
+            self.read_into([scratch[:step]])
             nbytes -= step
 
     def settle(self) -> None:
@@ -228,7 +249,7 @@ class Channel:
             raise ProtocolError(f"a reply of {number} bytes or parts, where at most {budget} were expected")
         if kind == b"$":
             data = bytearray(number + len(CRLF))
-            self.read_into(memoryview(data))
+            self.read_into([memoryview(data)])
             if not data.endswith(CRLF):
                 raise ProtocolError("a string without an end")
             return bytes(data[:-2]), budget - number
@@ -241,37 +262,37 @@ class Channel:
     def _fill(self, nbytes: int) -> int:
         """Receive something into the buffer; by how much what was there has moved to the front."""
         moved = 0
-        if self._start == self._end or self._end == BUFFER_BYTES:
+        if self._start == self._end or self._end == len(self._buffer):
             moved = self._start
-            self._buffer[: self._end - moved] = self._buffer[moved : self._end]
-            self._start, self._end = 0, self._end - moved
-        room = self._view[self._end : min(BUFFER_BYTES, self._end + nbytes)]
-        self._end += self._receive_some(room)
+            rest = self._buffer[moved : self._end]
+            if self._buffer is not self._own_buffer and len(rest) < BUFFER_BYTES:
+                self._use(self._own_buffer)
+            self._buffer[: len(rest)] = rest
+            self._start, self._end = 0, len(rest)
+        self._end += self._receive_some([self._view[self._end : self._end + nbytes]])
         return moved
+
+    def _use(self, buffer: bytearray) -> None:
+        self._buffer = buffer
+        self._view = memoryview(buffer)
 
     def _receive(self, targets: Sequence[memoryview]) -> int:
         """As much as fits, or what came before the deadline. All of it is part of a reply that was begun."""
+        return self._receive_some(targets, socket.MSG_WAITALL)
+
+    def _receive_some(self, targets: Sequence[memoryview], flags: int = 0) -> int:
+        """What is there; waits for the first byte only."""
         self._limit(socket.SO_RCVTIMEO)
         try:
             if len(targets) == 1:
-                received = self._sock.recv_into(targets[0], 0, socket.MSG_WAITALL)
+                received = self._sock.recv_into(targets[0], 0, flags)
             else:
-                received = self._sock.recvmsg_into(targets, 0, socket.MSG_WAITALL)[0]
+                received = self._sock.recvmsg_into(targets, 0, flags)[0]
         except BlockingIOError:
             raise self._late() from None
         except OSError as error:
             raise self._lost(error) from error
         return self._received(received)
-
-    def _receive_some(self, room: memoryview) -> int:
-        """What is there; waits for the first byte only."""
-        self._limit(socket.SO_RCVTIMEO)
-        try:
-            return self._received(self._sock.recv_into(room))
-        except BlockingIOError:
-            raise self._late() from None
-        except OSError as error:
-            raise self._lost(error) from error
 
     def _received(self, number: int) -> int:
         if not number:
@@ -309,7 +330,7 @@ class Channel:
 _TIMEVAL = struct.Struct("ll")
 
 
-def _advance(views: list[memoryview], nbytes: int) -> None:
+def advance(views: list[memoryview], nbytes: int) -> None:
     """Drop what is done: whole views, and the front of the first that is left. Views that are empty go too."""
     while views and nbytes >= len(views[0]):
         nbytes -= len(views.pop(0))
@@ -327,7 +348,7 @@ class PolledChannel(Channel):
     def is_readable(self) -> bool:
         return super().is_readable or (isinstance(self._sock, ssl.SSLSocket) and bool(self._sock.pending()))
 
-    def _send(self, parts: Sequence[memoryview]) -> int:
+    def _send(self, parts: Sequence[bytes | memoryview]) -> int:
         first = parts[0]
         if len(parts) > 1 and len(first) + len(parts[1]) <= BUFFER_BYTES:
             first = memoryview(b"".join(parts[:2]))  # a copy costs less than one more record of TLS
@@ -339,13 +360,11 @@ class PolledChannel(Channel):
         except OSError as error:
             raise self._lost(error) from error
 
-    def _receive(self, targets: Sequence[memoryview]) -> int:
-        return self._receive_some(targets[0])
-
-    def _receive_some(self, room: memoryview) -> int:
+    def _receive_some(self, targets: Sequence[memoryview], flags: int = 0) -> int:
+        del flags
         try:
             self._sock.settimeout(self._left())
-            return self._received(self._sock.recv_into(room))
+            return self._received(self._sock.recv_into(targets[0]))
         except (TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             raise self._late() from None
         except OSError as error:

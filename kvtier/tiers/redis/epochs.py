@@ -74,10 +74,16 @@ class Epochs:
             return self._era
 
     def remember(self, deadline: float) -> None:
-        """Put the number back where it was lost, and use it, that it be the last to be evicted. Raises ChannelError."""
+        """Put the number back where it was lost, or went back with a server that has forgotten a reset; and use it,
+        that it be the last to be evicted. Raises a ChannelError or TierError."""
         era = self._era
-        if era is not None and era.epoch and not era.is_mute:
+        if era is None or not era.epoch or era.is_mute:
+            return
+        reply = self._caller.ask(self._slot, encode("GET", self._name), deadline)
+        if reply is None:
             self._caller.ask(self._slot, encode("SET", self._name, era.epoch, "NX"), deadline)
+        elif (behind := era.epoch - self._number(reply)) > 0:  # added, not set: others may do the same
+            self._caller.ask(self._slot, encode("INCRBY", self._name, behind), deadline)
 
     def silence(self) -> None:
         """Until the next `start` that ends well nothing is found."""

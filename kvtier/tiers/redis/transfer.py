@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,9 +17,9 @@ from kvtier.frame import (
     padded,
     payload_checksum,
 )
-from kvtier.keys import Key
+from kvtier.keys import KEY_BYTES, Key
 from kvtier.tiers.base import ReadOutcome, ReadRequest, WriteOutcome, WriteRequest
-from kvtier.tiers.redis.channel import Channel
+from kvtier.tiers.redis.channel import Channel, advance
 from kvtier.tiers.redis.exchange import ASKING, AbandonedError, Exchange
 from kvtier.tiers.redis.resp import CRLF, ErrorReply, key_argument, repeated
 
@@ -34,6 +35,12 @@ MAX_SURPLUS_BYTES = 1 << 16
 PIECE_BYTES = 512 << 10
 FIRST_BYTES = HEADER_BYTES + 32  # of an answer: its line, and the header page
 RAW = 0
+_PAGE = struct.Struct("<12s4x48s48xI20sQ16x64s")
+"""Of a header page what a reader compares: up to the codec, key, whether there is a parent, lengths, the payload's
+checksum, tenant. See kvtier.frame."""
+_NO_KEY = Key(bytes(KEY_BYTES))
+_PAGE_CHECKSUM = struct.Struct("<Q")
+_PAGE_CHECKSUM_AT = HEADER_BYTES - _PAGE_CHECKSUM.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +50,52 @@ class Naming:
     prefix: str
     """Of every key, with tenant and epoch."""
     tenant: str
+
+
+class _Form:
+    """What the answers with blocks of one length have in common, and where the parts of one go that are no block.
+
+    Read by one exchange, one answer after the other.
+    """
+
+    def __init__(self, tenant: str, nbytes: int) -> None:
+        """Raises FrameError where there can be no such block."""
+        self.nbytes = nbytes
+        self.line = b"$%d" % frame_bytes(nbytes)
+        self._begin = self.line + CRLF
+        self._head = bytearray(len(self._begin) + HEADER_BYTES)
+        self.head = memoryview(self._head)
+        self.page = self.head[len(self._begin) :]
+        self._summed = self.page[:_PAGE_CHECKSUM_AT]
+        self.tail = memoryview(bytearray(padded(nbytes) - nbytes + len(CRLF)))
+        expected = FrameHeader(
+            key=_NO_KEY, parent=None, raw_bytes=nbytes, stored_bytes=nbytes, checksum=0, tenant=tenant
+        )
+        self._start, _, _, self._lengths, _, self._tenant = _PAGE.unpack_from(expected.encode())
+
+    @property
+    def begin_bytes(self) -> int:
+        """Of the line with its end."""
+        return len(self._begin)
+
+    def is_begun(self, nbytes: int) -> bool:
+        """Whether so many bytes, of which the first are in `head`, begin an answer of this form."""
+        return nbytes >= len(self._begin) and self._head.startswith(self._begin)
+
+    def checksum(self, key: Key) -> int | None:
+        """That of the payload, as `page` says; None where it is not, to the bit, what is written for a block with
+        this key now: then it has to be looked at closely.
+        """
+        start, found, has_parent, lengths, checksum, tenant = _PAGE.unpack_from(self.page)
+        is_expected = (
+            found == key
+            and start == self._start
+            and lengths == self._lengths
+            and tenant == self._tenant
+            and has_parent <= 1
+            and payload_checksum(self._summed) == _PAGE_CHECKSUM.unpack_from(self.page, _PAGE_CHECKSUM_AT)[0]
+        )
+        return checksum if is_expected else None
 
 
 class Gets(Exchange[ReadOutcome]):
@@ -59,8 +112,7 @@ class Gets(Exchange[ReadOutcome]):
         self._naming = naming
         self._ttl_ms = ttl_ms
         self._ahead_bytes = 0
-        self._header = memoryview(bytearray(HEADER_BYTES))
-        self._tail = memoryview(bytearray(HEADER_BYTES + len(CRLF)))
+        self._form = _Form(naming.tenant, len(requests[0].buffer))
 
     def begin(self, channel: Channel) -> None:
         self._ahead_bytes = 0
@@ -69,8 +121,8 @@ class Gets(Exchange[ReadOutcome]):
     def finish(self, channel: Channel) -> None:
         while not self.is_done:
             request = self._requests[len(self.answers)]
-            channel.prefetch(FIRST_BYTES)
             if self.asking:
+                channel.prefetch(FIRST_BYTES)
                 channel.read_reply()
             self._read(channel, request)
             self._ahead_bytes -= frame_bytes(len(request.buffer))
@@ -105,10 +157,28 @@ class Gets(Exchange[ReadOutcome]):
         self._num_sent = stop
 
     def _read(self, channel: Channel, request: ReadRequest) -> None:
-        line = channel.read_line()
-        if line.startswith(b"$") and line != b"$-1":
-            self._read_frame(channel, request, channel.number(line))
+        buffer = request.buffer
+        if len(buffer) != self._form.nbytes:
+            self._form = _Form(self._naming.tenant, len(buffer))
+        form = self._form
+        # As if the answer were the block: then its first bytes are where they belong.
+        targets = [form.head, buffer, form.tail] if len(buffer) <= PIECE_BYTES else [form.head, buffer[:PIECE_BYTES]]
+        received = channel.read_ahead(targets)
+        if form.is_begun(received):
+            self._read_block(channel, request, targets, received)
             return
+        if received:
+            channel.push_back(targets, received)
+        channel.prefetch(FIRST_BYTES)
+        line = channel.read_line()
+        if line == form.line:
+            self._read_block(channel, request, targets, form.begin_bytes)
+        elif line.startswith(b"$") and line != b"$-1":
+            self._read_other(channel, request, channel.number(line))
+        else:
+            self._read_refusal(channel, line)
+
+    def _read_refusal(self, channel: Channel, line: bytes) -> None:
         channel.settle()
         if line.startswith(b"-"):
             self.answers.append(ErrorReply(line[1:].decode("utf-8", "replace")))
@@ -117,27 +187,52 @@ class Gets(Exchange[ReadOutcome]):
         else:
             raise channel.garbled(f"{line[:40]!r} where a block was asked for")
 
-    def _read_frame(self, channel: Channel, request: ReadRequest, nbytes: int) -> None:
-        if nbytes < HEADER_BYTES:
-            self._drop(channel, request, nbytes + len(CRLF), ReadOutcome.DAMAGED)
-            return
-        channel.read_into(self._header)
-        header = self._decode(request.key, nbytes)
-        if not isinstance(header, FrameHeader) or header.raw_bytes != len(request.buffer):
-            outcome = header if isinstance(header, ReadOutcome) else ReadOutcome.MISS
-            self._drop(channel, request, nbytes - HEADER_BYTES + len(CRLF), outcome)
-            return
-        tail = self._tail[: padded(len(request.buffer)) - len(request.buffer) + len(CRLF)]
-        checksum = _read_payload(channel, request.buffer, tail)
-        if tail[-2:] != CRLF:
+    def _read_block(self, channel: Channel, request: ReadRequest, targets: list[memoryview], received: int) -> None:
+        """The rest of an answer with as many bytes as the block's. targets: where it begins to go; received: how much
+        of it is there.
+        """
+        buffer, form = request.buffer, self._form
+        advance(targets, received)
+        if targets:
+            channel.read_into(targets)
+        if len(buffer) <= PIECE_BYTES:
+            checksum = payload_checksum(buffer)
+        else:  # summed piece by piece, while it is still in the processor's cache and the next piece is coming
+            summed = xxhash.xxh3_64(buffer[:PIECE_BYTES])
+            for start in range(PIECE_BYTES, len(buffer), PIECE_BYTES):
+                piece = buffer[start : start + PIECE_BYTES]
+                channel.read_into([piece])
+                summed.update(piece)
+            channel.read_into([form.tail])
+            checksum = summed.intdigest()
+        if form.tail[-2:] != CRLF:
             raise channel.garbled("a string without an end")
         channel.settle()
-        self.answers.append(ReadOutcome.OK if checksum == header.checksum else ReadOutcome.DAMAGED)
+        expected = form.checksum(request.key)
+        if expected is None:
+            header = self._decode(request.key, form.page, frame_bytes(len(buffer)))
+            if not isinstance(header, FrameHeader):
+                self.answers.append(header)
+                return
+            expected = header.checksum
+        self.answers.append(ReadOutcome.OK if checksum == expected else ReadOutcome.DAMAGED)
 
-    def _decode(self, key: Key, nbytes: int) -> FrameHeader | ReadOutcome:
+    def _read_other(self, channel: Channel, request: ReadRequest, nbytes: int) -> None:
+        """A string of another length: no block of this one's."""
+        outcome = ReadOutcome.DAMAGED
+        left = nbytes + len(CRLF)
+        if nbytes >= HEADER_BYTES:
+            page = self._form.page
+            channel.read_into([page])
+            left -= HEADER_BYTES
+            header = self._decode(request.key, page, nbytes)
+            outcome = header if isinstance(header, ReadOutcome) else ReadOutcome.MISS
+        self._drop(channel, request, left, outcome)
+
+    def _decode(self, key: Key, page: memoryview, nbytes: int) -> FrameHeader | ReadOutcome:
         """The header, or what to answer where it is not one of a block with this key and this length of frame."""
         try:
-            header = FrameHeader.decode(self._header)
+            header = FrameHeader.decode(page)
         except NewerFrameError:
             return ReadOutcome.MISS  # whoever wrote it reads it
         except FrameError:
@@ -151,26 +246,9 @@ class Gets(Exchange[ReadOutcome]):
         self.answers.append(outcome)
         if nbytes > frame_bytes(len(request.buffer)) + MAX_SURPLUS_BYTES:
             raise AbandonedError(f"{channel.address} holds {nbytes} bytes under the key of a block")
-        scratch = request.buffer if len(request.buffer) > HEADER_BYTES else self._header
+        scratch = request.buffer if len(request.buffer) > HEADER_BYTES else self._form.page
         channel.skip(nbytes, scratch)
         channel.settle()
-
-
-def _read_payload(channel: Channel, buffer: memoryview, tail: memoryview) -> int:
-    """Fill the buffer, and what comes behind it; the checksum, as `payload_checksum` has it.
-
-    A long one is summed piece by piece, while it is still in the processor's cache and the next piece is coming.
-    """
-    if len(buffer) <= PIECE_BYTES:
-        channel.read_into(buffer, tail)
-        return payload_checksum(buffer)
-    summed = xxhash.xxh3_64()
-    for start in range(0, len(buffer), PIECE_BYTES):
-        piece = buffer[start : start + PIECE_BYTES]
-        channel.read_into(piece)
-        summed.update(piece)
-    channel.read_into(tail)
-    return summed.intdigest()
 
 
 @dataclass(frozen=True, slots=True)
