@@ -5,6 +5,7 @@ No I/O, no threads, and no call of anyone's code but the clock's; any thread may
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import dataclass
 from enum import StrEnum
@@ -87,8 +88,8 @@ class Permit:
 class Breaker:
     """CLOSED until `failures` calls in a row have failed, or one is overdue; then OPEN for a cool-down; then one probe.
 
-    cooldown_s: the first cool-down; each failed probe doubles it, up to `max_cooldown_s`; a probe that succeeds resets
-    it. probe_timeout_s: a probe that was not reported for so long, or for the cool-down where that is longer, is given
+    cooldown_s: the first cool-down; each failed probe doubles it, up to `max_cooldown_s`, and so does a device that is
+    sick again within `max_cooldown_s` of a probe that succeeded: it answers probes, and nothing else. probe_timeout_s: a probe that was not reported for so long, or for the cool-down where that is longer, is given
     up, and the next call is the probe.
 
     Mutable state: everything, guarded by `_lock`.
@@ -115,6 +116,7 @@ class Breaker:
         self._probe_timeout_s = probe_timeout_s
         self._lock = threading.Lock()
         self._cooldown_s = cooldown_s
+        self._closed_at = -math.inf
         self._failures_in_a_row = 0
         self._opened_at: float | None = None  # None: closed
         self._probe: Permit | None = None
@@ -219,7 +221,8 @@ class Breaker:
         if self._opened_at is None:
             self._opened_at = now
             self._times_opened += 1
-            self._cooldown_s = self._min_cooldown_s
+            is_relapse = 0.0 <= now - self._closed_at < self._max_cooldown_s
+            self._cooldown_s = min(2 * self._cooldown_s, self._max_cooldown_s) if is_relapse else self._min_cooldown_s
         else:
             self._cooldown_s = min(2 * self._cooldown_s, self._max_cooldown_s)
         self._probe = None
@@ -227,6 +230,7 @@ class Breaker:
 
     def _close(self) -> None:
         self._opened_at = None
+        self._closed_at = self._clock.now()
         self._probe = None
         self._failures_in_a_row = 0
         self._generation += 1

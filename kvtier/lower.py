@@ -188,7 +188,7 @@ class LowerTier:
         finally:
             self._is_probing = False
         if was_asked and self._guard.breaker.is_closed:
-            logger.warning("the %s tier is well again", self.name)
+            logger.warning("the %s tier answers again", self.name)
 
     @property
     def epoch(self) -> int:

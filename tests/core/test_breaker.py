@@ -100,8 +100,21 @@ def test_a_failed_probe_doubles_the_cool_down_up_to_a_bound(breaker: Breaker, cl
     assert breaker.snapshot().open_for_s == sum(waited)
     assert breaker.snapshot().times_opened == 1
     probe(breaker, clock).succeed()
+    clock.advance(MAX_COOLDOWN_S)
     breaker.trip()
     assert breaker.snapshot().next_probe_in_s == COOLDOWN_S
+
+
+def test_a_device_that_answers_probes_alone_is_left_alone_for_longer_each_time(
+    breaker: Breaker, clock: FakeClock
+) -> None:
+    waited = []
+    for _ in range(6):
+        breaker.trip()
+        waited.append(breaker.snapshot().next_probe_in_s)
+        probe(breaker, clock).succeed()
+        clock.advance(0.5 * MAX_COOLDOWN_S)
+    assert waited == [1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
 
 
 def test_a_permit_is_reported_once(breaker: Breaker, clock: FakeClock) -> None:
