@@ -89,8 +89,9 @@ class Breaker:
     """CLOSED until `failures` calls in a row have failed, or one is overdue; then OPEN for a cool-down; then one probe.
 
     cooldown_s: the first cool-down; each failed probe doubles it, up to `max_cooldown_s`, and so does a device that is
-    sick again within `max_cooldown_s` of a probe that succeeded: it answers probes, and nothing else. probe_timeout_s: a probe that was not reported for so long, or for the cool-down where that is longer, is given
-    up, and the next call is the probe.
+    sick again within `max_cooldown_s` of a probe that succeeded: it answers probes, and nothing else. probe_timeout_s:
+    a probe that was not reported for so long, or for the cool-down where that is longer, is given up, and the next call
+    is the probe.
 
     Mutable state: everything, guarded by `_lock`.
     """

@@ -179,16 +179,14 @@ class LowerTier:
         in any case."""
         breaker = self._guard.breaker
         try:
-            was_asked = self._guard.try_probe()
+            self._guard.try_probe()
             while self._has_own_threads and not (breaker.is_closed or self._closed):
                 self._ended.wait(breaker.snapshot().next_probe_in_s + MIN_PROBE_S)
-                was_asked |= self._guard.try_probe()
+                self._guard.try_probe()
         except (ClosedError, ForkedError):
             return
         finally:
             self._is_probing = False
-        if was_asked and self._guard.breaker.is_closed:
-            logger.warning("the %s tier answers again", self.name)
 
     @property
     def epoch(self) -> int:

@@ -135,7 +135,8 @@ def open_redis(settings: RedisSettings, clock: Clock) -> OpenedTier:
         ),
         tier.check_block,
         describe,
-        f"{', '.join(settings.url)} ({settings.mode}), epoch {tier.epoch}",
+        f"{', '.join(settings.url)} ({settings.mode}), "
+        + (f"epoch {tier.epoch}" if tier.is_joined else "which cannot be used yet"),
     )
 
 

@@ -23,7 +23,10 @@ PREFIX = "KVTIER_"
 FILE_VARIABLE = "KVTIER_CONFIG"
 _OTHER_FILE = f"name a readable TOML file, or none (unset {FILE_VARIABLE})"
 _MAX_SHOWN = 200
-_CREDENTIALS = re.compile(r"//[^'\",]*@")
+_CREDENTIALS = re.compile(r".*@", re.DOTALL)
+_PASSWORD = re.compile(r"(passw[a-z]*=)[^&'\"]*", re.IGNORECASE)
+_SECRETS = frozenset({"redis.password"})
+_URLS = frozenset({"redis.url"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +155,7 @@ def _flatten(tree: Mapping[str, Any], source: str) -> dict[str, _Value]:
     values: dict[str, _Value] = {}
     for key, value in _leaves(tree, "", source):
         if key in values:
-            both = f"{_shown(values[key].value)} and {_shown(value)}"
+            both = f"{_shown(key, values[key].value)} and {_shown(key, value)}"
             raise ConfigError(f"{key} is set twice, as {both} ({source.format(key)})")
         values[key] = _Value(value, source.format(key))
     return values
@@ -166,7 +169,9 @@ def _leaves(tree: Mapping[str, Any], prefix: str, source: str) -> Iterator[tuple
         elif name in _SECTIONS:
             if not isinstance(value, Mapping):
                 settings = ", ".join(field for field in _FIELDS if field.startswith(f"{name}."))
-                raise ConfigError(f"{name} = {_shown(value)} ({source.format(name)}) is a group: set one of {settings}")
+                raise ConfigError(
+                    f"{name} = {_shown(name, value)} ({source.format(name)}) is a group: set one of {settings}"
+                )
             yield from _leaves(value, f"{name}.", source)
         else:
             hint = _hint(name, (*_FIELDS, *_SECTIONS))
@@ -203,14 +208,18 @@ def _explain(error: ValidationError, values: Mapping[str, _Value]) -> Iterator[s
 
 
 def _complaint(name: str, source: str, value: object, reason: str) -> str:
-    return f"{name} = {_shown(value)} ({source}): {reason[:1].lower()}{reason[1:]}"
+    return f"{name} = {_shown(name, value)} ({source}): {reason[:1].lower()}{reason[1:]}"
 
 
-def _shown(value: object) -> str:
-    """Its repr, cut to a line's length, without the user and password of a URL."""
+def _shown(name: str, value: object) -> str:
+    """A setting's value, cut to a line's length; of a secret nothing, and of a URL no user and password."""
+    if name in _SECRETS:
+        return "***"
     try:
         text = repr(value)
     except (RecursionError, ValueError):  # nested, or of more digits, than Python prints
         text = f"<{type(value).__name__}>"
-    text = _CREDENTIALS.sub("//***@", text)
+    if name in _URLS:  # whatever may be a user or a password, in a URL that may be none
+        text = _CREDENTIALS.sub("***@", text)
+        text = _PASSWORD.sub(r"\1***", text)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

@@ -56,8 +56,8 @@ class GuardedTier(TierWrapper):
     Raises ClosedError and ForkedError of the tier, which are no sickness, and nothing else from reads, writes, `touch`
     and `contains`. Adds no waiting of its own: whatever blocks is the tier.
 
-    Mutable state: `_calls`, `_errors`, guarded by `_lock`, which is never held while the tier works. Lock order:
-    `_lock`, then the breaker's.
+    Mutable state: `_calls`, `_errors`, `_is_told_sick`, guarded by `_lock`, which is never held while the tier works.
+    Lock order: `_lock`, then the breaker's.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class GuardedTier(TierWrapper):
         self._calls: dict[int, _Call] = {}  # by a number of its own, oldest first
         self._num_calls = 0
         self._errors: Counter[str] = Counter()
+        self._is_told_sick = False
 
     @property
     def breaker(self) -> Breaker:
@@ -175,6 +176,7 @@ class GuardedTier(TierWrapper):
             answer, well = failed, False
         finally:
             self._end(number, call, well=well)
+            self._tell_state()
             if not self._breaker.is_closed:
                 self._on_sick()
         return answer
@@ -230,13 +232,25 @@ class GuardedTier(TierWrapper):
         with self._lock:
             self._errors[kind] += 1
             first = self._errors[kind] == 1
-        if first:
-            logger.error(
-                "%s of the %s tier raised; from now on exceptions of this type are only counted",
-                verb,
-                self.name,
-                exc_info=error,
-            )
+        if not first:
+            return
+        told = "from now on exceptions of this type are only counted"
+        if self.is_remote:  # that another machine cannot be reached is no bug of ours: a trace says nothing
+            logger.warning("%s of the %s tier failed: %s; %s", verb, self.name, error, told)
+        else:
+            logger.error("%s of the %s tier raised; %s", verb, self.name, told, exc_info=error)
+
+    def _tell_state(self) -> None:
+        """One line when the breaker opens, and one when it closes again."""
+        is_well = self._breaker.is_closed
+        with self._lock:
+            if is_well is not self._is_told_sick:
+                return
+            self._is_told_sick = not is_well
+        if is_well:
+            logger.info("the %s tier answers again", self.name)
+        else:
+            logger.warning("the %s tier fails: it is left alone until it answers again", self.name)
 
 
 def _verdict(outcomes: Sequence[ReadOutcome | WriteOutcome]) -> bool | None:

@@ -145,7 +145,8 @@ def test_garbage_names_setting_source_and_value(name: str) -> None:
     garbage = VALUES[name][2]
     with pytest.raises(ConfigError) as caught:
         load_settings(env={variable_name(name): garbage})
-    assert re.match(rf"{name} = '?{garbage}'? \(environment variable {variable_name(name)}\): \w", str(caught.value))
+    shown = r"\*\*\*" if name == "redis.password" else f"'?{garbage}'?"
+    assert re.match(rf"{name} = {shown} \(environment variable {variable_name(name)}\): \w", str(caught.value))
 
 
 @pytest.mark.bug("US01")
@@ -385,3 +386,35 @@ def test_what_kubernetes_sets_for_a_service_named_kvtier_is_no_mistake(variable:
 def test_what_only_looks_like_it_is_refused(variable: str) -> None:
     with pytest.raises(ConfigError, match=variable):
         load_settings(env={variable: "1"})
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://u:hunter2@h",
+        "u:hunter2@h:6379",
+        "redis:u:hunter2@h:6379",
+        "redis://h:6379?password=hunter2",
+        "redis://u:hun,ter2hunter2@h",
+    ],
+)
+def test_a_password_is_in_no_message_of_a_url(url: str) -> None:
+    for load in (
+        lambda: load_settings(env={"KVTIER_REDIS__URL": url}),
+        lambda: load_settings(env={}, overrides={"redis.url": url}),
+        lambda: load_settings(env={}, overrides={"redis.url": [url]}),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load()
+        assert "ter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [12345, ["hunter2"], {"hunter2": 1}])
+def test_a_password_is_in_no_message(value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(env={}, overrides={"redis.password": value})
+    assert "hunter2" not in str(caught.value)
+    assert "12345" not in str(caught.value)
+    with pytest.raises(ConfigError, match="twice") as caught:
+        load_settings(env={}, overrides={"redis.password": "hunter2", "redis": {"password": "hunter2"}})
+    assert "hunter2" not in str(caught.value)

@@ -96,40 +96,43 @@ def guarded(inner: ScriptedTier, breaker: Breaker, clock: FakeClock) -> GuardedT
 # ---- the plain wrapper -----------------------------------------------------------------------------------------------
 
 
+CALLED: list[str] = []
+
+
+class Recorded(Tier):
+    name = "recorded"
+
+    def __getattribute__(self, attribute: str) -> Any:
+        if not attribute.startswith("_") and attribute not in ("name", "is_remote"):
+            CALLED.append(attribute)
+        return super().__getattribute__(attribute)
+
+    epoch = 3
+
+    def start_epoch(self, epoch: int) -> None: ...
+    def probe(self) -> None: ...
+    def touch(self, keys: Sequence[Key]) -> None: ...
+    def contains(self, keys: Sequence[Key]) -> list[bool]:
+        return [True]
+
+    def read(self, requests: Sequence[ReadRequest]) -> list[ReadOutcome]:
+        return [ReadOutcome.DAMAGED]
+
+    def write(self, requests: Sequence[WriteRequest]) -> list[WriteOutcome]:
+        return [WriteOutcome.FULL]
+
+    def remove(self, keys: Sequence[Key]) -> int:
+        return 7
+
+    def usage(self) -> Any:
+        return "usage"
+
+    def check_integrity(self) -> None: ...
+    def close(self) -> None: ...
+
+
 def test_a_wrapper_forwards_the_whole_contract() -> None:
-    called: list[str] = []
-
-    class Recorded(Tier):
-        name = "recorded"
-
-        def __getattribute__(self, attribute: str) -> Any:
-            if not attribute.startswith("_") and attribute not in ("name", "is_remote"):
-                called.append(attribute)
-            return super().__getattribute__(attribute)
-
-        epoch = 3
-
-        def start_epoch(self, epoch: int) -> None: ...
-        def probe(self) -> None: ...
-        def touch(self, keys: Sequence[Key]) -> None: ...
-        def contains(self, keys: Sequence[Key]) -> list[bool]:
-            return [True]
-
-        def read(self, requests: Sequence[ReadRequest]) -> list[ReadOutcome]:
-            return [ReadOutcome.DAMAGED]
-
-        def write(self, requests: Sequence[WriteRequest]) -> list[WriteOutcome]:
-            return [WriteOutcome.FULL]
-
-        def remove(self, keys: Sequence[Key]) -> int:
-            return 7
-
-        def usage(self) -> Any:
-            return "usage"
-
-        def check_integrity(self) -> None: ...
-        def close(self) -> None: ...
-
+    CALLED.clear()
     inner = Recorded()
     wrapper = TierWrapper(inner)
     assert (wrapper.inner, wrapper.name, wrapper.epoch) == (inner, "recorded", 3)
@@ -143,7 +146,7 @@ def test_a_wrapper_forwards_the_whole_contract() -> None:
     assert wrapper.remove([]) == 7
     assert str(wrapper.usage()) == "usage"
     wrapper.close()
-    assert {*called, "is_remote"} == {name for name in vars(Tier) if not name.startswith("_")}
+    assert {*CALLED, "is_remote"} == {name for name in vars(Tier) if not name.startswith("_")}
 
 
 # ---- guarded: exceptions ---------------------------------------------------------------------------------------------

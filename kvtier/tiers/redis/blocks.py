@@ -15,11 +15,13 @@ from kvtier.tiers.redis.channel import ChannelError
 from kvtier.tiers.redis.epochs import Era
 from kvtier.tiers.redis.exchange import ASKING, Commands, Exchange
 from kvtier.tiers.redis.replies import Meaning, hint, meaning
-from kvtier.tiers.redis.resp import ErrorReply, Reply, repeated
-from kvtier.tiers.redis.slots import slots_of
+from kvtier.tiers.redis.resp import ErrorReply, Reply, key_argument, repeated
+from kvtier.tiers.redis.slots import slot_of, slots_of
 from kvtier.tiers.redis.transfer import Gets, Naming, Outgoing, Sets
 
 __all__ = ["Blocks"]
+
+FEW = 16
 
 
 class Blocks:
@@ -38,12 +40,10 @@ class Blocks:
         return [answer == 1 for answer in answers]
 
     def touch(self, era: Era, keys: Sequence[Key], deadline: float) -> None:
-        try:
-            self._each("TOUCH", era, keys, deadline)
-            if self._ttl_ms is not None:
-                self._each("PEXPIRE", era, keys, deadline, self._ttl_ms, "GT")
-        except (ChannelError, TierError) as error:
-            self._note(error)
+        """Raises TierError unless every key was answered."""
+        self._check(self._each("TOUCH", era, keys, deadline))
+        if self._ttl_ms is not None:
+            self._each("PEXPIRE", era, keys, deadline, self._ttl_ms, "GT")
 
     def forget(self, era: Era, keys: Sequence[Key], deadline: float) -> None:
         """As `remove`, where it is no harm that a server does not answer: what is damaged is so at its next read."""
@@ -66,7 +66,7 @@ class Blocks:
 
         keys = [request.key for request in requests]
         try:
-            answers = self._caller.run(len(keys), lambda: slots_of(era.prefix, keys), make, deadline)
+            answers = self._caller.run(len(keys), lambda: _slots(era.prefix, keys), make, deadline)
         except (ChannelError, TierError) as error:
             self._note(error)
             return [ReadOutcome.ERROR] * len(requests)
@@ -128,7 +128,7 @@ class Blocks:
         if not blocks:
             return
         keys = [block.request.key for block in blocks]
-        answers = self._caller.run(len(keys), lambda: slots_of(era.prefix, keys), make, deadline)
+        answers = self._caller.run(len(keys), lambda: _slots(era.prefix, keys), make, deadline)
         for position, answer in zip(positions, answers, strict=True):
             outcomes[position] = answer if isinstance(answer, WriteOutcome) else WriteOutcome.ERROR
         for address, sets in made:
@@ -163,7 +163,7 @@ class Blocks:
                 asking=asking,
             )
 
-        return self._caller.run(len(keys), lambda: slots_of(era.prefix, keys), make, deadline)
+        return self._caller.run(len(keys), lambda: _slots(era.prefix, keys), make, deadline)
 
     def _note(self, error: ChannelError | TierError) -> None:
         """Count a failure that nobody has met yet: the routes could not be found."""
@@ -185,3 +185,10 @@ class Blocks:
             if isinstance(answer, ChannelError):
                 raise TierError(f"the redis tier: {answer}") from answer
         raise TierError("the redis tier: a server answered with no number")
+
+
+def _slots(prefix: str, keys: Sequence[Key]) -> Sequence[int]:
+    """One by one where they are few: tables pay for many."""
+    if len(keys) > FEW:
+        return slots_of(prefix, keys)
+    return [slot_of(prefix + key_argument(key)) for key in keys]

@@ -206,5 +206,7 @@ def _by_kind(
     groups: Mapping[tuple[Address, bool], Sequence[int]],
 ) -> list[Mapping[tuple[Address, bool], Sequence[int]]]:
     """Those to ask plainly, and those to ask with ASKING: one server may be in both."""
+    if not any(asking for _, asking in groups):
+        return [groups]
     split = [{where: group for where, group in groups.items() if where[1] is asking} for asking in (False, True)]
     return [some for some in split if some]

@@ -47,7 +47,7 @@ class RedisTier(Tier):
     Any thread, several at a time, over at most redis.connections connections to each server, and one more. No call
     takes longer than redis.timeout_s, but for the lookup of a host's name; what is not done by then is ERROR. No lock
     is held while a server is waited for, but that resets wait for each other. Servers that fail make no call raise, but
-    `contains`, `remove`, `probe` and `start_epoch`.
+    `contains`, `touch`, `remove`, `probe` and `start_epoch`.
 
     Mutable state: `_closed`, `_num_calls`, `_num_damaged`, guarded by `_lock`; `_is_joined` is only ever set.
     """
@@ -84,6 +84,11 @@ class RedisTier(Tier):
         self._ledger = Ledger()
         self._blocks = Blocks(settings, self._caller, self._backoff)
         self._try_to_join()
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether its servers have ever told what they are."""
+        return self._is_joined
 
     @property
     def epoch(self) -> int:
@@ -158,7 +163,7 @@ class RedisTier(Tier):
         return found
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """A use of each, so that eviction takes others first. Failures are counted only."""
+        """A use of each, so that eviction takes others first. Raises TierError when a server did not answer."""
         _check_keys(keys)
         with self._call() as deadline:
             era = self._epochs.current
@@ -261,7 +266,7 @@ class RedisTier(Tier):
             damaged=self._num_damaged,
             full_backoffs=self._backoff.num_begun,
             epoch=self.epoch,
-            nodes={str(address): "master" for address in (routes.masters if routes is not None else ())},
+            nodes={str(address): "master" for address in (routes.masters if routes and self._is_joined else ())},
         )
 
     def check_integrity(self) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import xxhash
 
 from kvtier.errors import FrameError
 from kvtier.frame import (
     HEADER_BYTES,
+    MAX_PAYLOAD_BYTES,
     FrameHeader,
     NewerFrameError,
     frame_bytes,
@@ -34,6 +36,7 @@ MAX_SURPLUS_BYTES = 1 << 16
 """By how much an answer may be longer than the block and still be read, to be thrown away."""
 PIECE_BYTES = 512 << 10
 FIRST_BYTES = HEADER_BYTES + 32  # of an answer: its line, and the header page
+NUMBER_BYTES = 4  # of an answer that is one digit
 RAW = 0
 _PAGE = struct.Struct("<12s4x48s48xI20sQ16x64s")
 """Of a header page what a reader compares: up to the codec, key, whether there is a parent, lengths, the payload's
@@ -59,7 +62,6 @@ class _Form:
     """
 
     def __init__(self, tenant: str, nbytes: int) -> None:
-        """Raises FrameError where there can be no such block."""
         self.nbytes = nbytes
         self.line = b"$%d" % frame_bytes(nbytes)
         self._begin = self.line + CRLF
@@ -68,10 +70,7 @@ class _Form:
         self.page = self.head[len(self._begin) :]
         self._summed = self.page[:_PAGE_CHECKSUM_AT]
         self.tail = memoryview(bytearray(padded(nbytes) - nbytes + len(CRLF)))
-        expected = FrameHeader(
-            key=_NO_KEY, parent=None, raw_bytes=nbytes, stored_bytes=nbytes, checksum=0, tenant=tenant
-        )
-        self._start, _, _, self._lengths, _, self._tenant = _PAGE.unpack_from(expected.encode())
+        self._start, self._lengths, self._tenant = _invariants(tenant, nbytes)
 
     @property
     def begin_bytes(self) -> int:
@@ -96,6 +95,15 @@ class _Form:
             and payload_checksum(self._summed) == _PAGE_CHECKSUM.unpack_from(self.page, _PAGE_CHECKSUM_AT)[0]
         )
         return checksum if is_expected else None
+
+
+@lru_cache(64)
+def _invariants(tenant: str, nbytes: int) -> tuple[bytes, bytes, bytes]:
+    """Of the header pages of blocks of one length: up to the codec, lengths, tenant."""
+    size = min(max(1, nbytes), MAX_PAYLOAD_BYTES)  # others cannot be written
+    header = FrameHeader(key=_NO_KEY, parent=None, raw_bytes=size, stored_bytes=size, checksum=0, tenant=tenant)
+    start, _, _, lengths, _, name = _PAGE.unpack_from(header.encode())
+    return start, lengths, name
 
 
 class Gets(Exchange[ReadOutcome]):
@@ -127,6 +135,7 @@ class Gets(Exchange[ReadOutcome]):
             self._read(channel, request)
             self._ahead_bytes -= frame_bytes(len(request.buffer))
             if self._ttl_ms is not None:
+                channel.prefetch(NUMBER_BYTES)  # and not the next block, which goes to its place directly
                 channel.read_replies(2 if self.asking else 1)  # an old server's refusal changes nothing for the read
             if self._ahead_bytes <= ASKED_BYTES // 2 or self._num_sent < len(self.answers) + 2:
                 self._ask(channel)
@@ -211,8 +220,8 @@ class Gets(Exchange[ReadOutcome]):
         expected = form.checksum(request.key)
         if expected is None:
             header = self._decode(request.key, form.page, frame_bytes(len(buffer)))
-            if not isinstance(header, FrameHeader):
-                self.answers.append(header)
+            if not isinstance(header, FrameHeader) or header.raw_bytes != len(buffer):
+                self.answers.append(header if isinstance(header, ReadOutcome) else ReadOutcome.MISS)
                 return
             expected = header.checksum
         self.answers.append(ReadOutcome.OK if checksum == expected else ReadOutcome.DAMAGED)
