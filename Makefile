@@ -124,8 +124,11 @@ bench: $(STAMP) redis-server
 	$(BIN)/kvtier bench tiers --tier host --shape smollm2
 	$(BIN)/kvtier bench tiers --tier disk --shape llama8b
 	$(BIN)/kvtier bench tiers --tier disk --shape smollm2
+	$(BIN)/kvtier bench tiers --tier redis --shape llama8b
+	$(BIN)/kvtier bench tiers --tier redis --shape smollm2
 	$(BIN)/kvtier bench codecs
 	$(BIN)/kvtier bench faults --tier disk
+	$(BIN)/kvtier bench faults --tier all
 	$(BIN)/kvtier bench lookup
 	$(BIN)/python -m benchmarks.scheduler_step
 	$(BIN)/python -m benchmarks.agents_under_pressure

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ import pytest
 from kvtier.errors import ConfigError
 from kvtier.keys import BlockDigest
 from kvtier.metrics import LedgerSnapshot
+from kvtier.testing.redis_servers import RedisServer
 from kvtier_engine.demo.check import KVCheck
 from kvtier_engine.demo.directory import check_room, file_system, fresh_directory
 from kvtier_engine.demo.process import ReturningError, ReturningProcess
 from kvtier_engine.demo.protocol import Start, Turn
-from kvtier_engine.demo.result import DemoResult, DiskResult
+from kvtier_engine.demo.result import DemoResult, DiskResult, RedisResult
+from tests.redis_servers.needed import needs_redis_server
 
 START = Start("no-model", num_blocks=8, config={}, overrides={}, warm_up_tokens=0)
 
@@ -110,6 +113,44 @@ def test_the_json_object_is_all_of_stdout(tiny_model: Path, tmp_path: Path) -> N
     assert "returns to the new process" in done.stderr
 
 
+@needs_redis_server
+@pytest.mark.model
+def test_with_a_redis_server_the_new_process_restores_from_there(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RedisServer(password="as it is") as server:
+        monkeypatch.setenv("KVTIER_REDIS__PASSWORD", "as it is")
+        done = run_demo("--model", str(tiny_model), "--sessions", "5", "--json", "--redis", server.url)
+        assert done.returncode == 0, done.stderr
+        assert server.command("DBSIZE") == 0, "nothing is left of it"
+    result: dict[str, Any] = json.loads(done.stdout)
+    assert "disk" not in result
+    assert result["kv_bit_equal"] is True
+    assert result["tokens_equal"] is True
+    assert set(result["ttft_s"]) == {"recompute", "gpu_hit", "host", "redis"}
+    assert result["restored_tokens"]["redis"] > result["restored_tokens"]["host"], "third turns are longer than second"
+    redis = result["redis"]
+    assert redis["url"] == server.url
+    assert redis["prefix"].startswith("kvtier-demo-")
+    assert redis["blocks_written"] >= result["restored_tokens"]["redis"] // 16
+    assert redis["bytes_written"] > 0
+    assert (redis["unstored_blocks"], redis["damaged_blocks"]) == (0, 0)
+    assert "as it is" not in done.stdout + done.stderr
+
+
+@needs_redis_server
+def test_a_redis_server_that_does_not_answer_is_one_clear_line() -> None:
+    with RedisServer() as server:
+        server.kill()
+        done = run_demo("--redis", server.url)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"--redis {server.url}: the server cannot be used" in done.stderr
+    assert "Traceback" not in done.stderr
+    both = run_demo("--redis", "redis://127.0.0.1:1", "--disk", "here")
+    assert both.returncode == 2
+    assert "--disk and --redis: name one of the two" in both.stderr
+
+
 @pytest.mark.model
 def test_a_flipped_byte_is_noticed(tiny_model: Path) -> None:
     done = run_demo("--model", str(tiny_model), "--sessions", "5", "--json", "--corrupt")
@@ -153,7 +194,7 @@ def test_the_table_names_every_way_and_where_the_disk_was(capsys: pytest.Capture
         kv_bit_equal=True,
         tokens_equal=False,
         ledger=LedgerSnapshot(1, 1, {}, 0),
-        disk=DiskResult("/somewhere", "nfs4", "buffered", 3, 3_000_000, 0, 3, 0),
+        below=DiskResult("/somewhere", "nfs4", "buffered", 3, 3_000_000, 0, 3, 0),
     )
     _print_table(result)
     text = capsys.readouterr().out
@@ -163,6 +204,13 @@ def test_the_table_names_every_way_and_where_the_disk_was(capsys: pytest.Capture
     assert "equal to KV as it was computed: yes (3 blocks" in text
     assert "evicts nothing: NO" in text
     assert "3 blocks, 3 MB, in /somewhere, since removed (nfs4, no direct I/O there" in text
+    below = RedisResult("redis://there:1", "kvtier-demo-x", 3, 3_000_000, 0, 0)
+    _print_table(replace(result, ttft_s={**result.ttft_s, "redis": 0.4}, below=below))
+    text = capsys.readouterr().out
+    assert "restored from Redis, in a new process" in text
+    assert "restored from disk" not in text
+    assert "0.400 s" in text
+    assert "3 blocks, 3 MB, at redis://there:1, under keys that began with kvtier-demo-x, since removed" in text
 
 
 # ---- nothing is left behind --------------------------------------------------------------------------------------

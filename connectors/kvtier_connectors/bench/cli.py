@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-TIERS = ("host", "disk")
+TIERS = ("host", "disk", "redis")
 
 # What a figure should be on any machine.
 GOOD = {
@@ -50,6 +50,30 @@ GOOD = {
     "codec.shuffle_lz4.down": "",
     "codec.shuffle_lz4.up": "",
     "faults.step_time": "1 or less",
+    "faults.seeded": "",
+}
+GOOD |= {
+    f"faults.redis.{figure}.{case}": good
+    for case in ("stopped", "killed", "failing_over")
+    for figure, good in {
+        "step_time": "1 or less",
+        "waited": "1 or less",
+        "unhindered": "1",
+        "back": "1 or less",
+    }.items()
+}
+GOOD |= {
+    f"redis.{topology}{figure}": good
+    for topology in ("", "cluster.")
+    for figure, good in {
+        **{f"{way}.c{threads}": "0.8 or more" for way in ("store", "restore") for threads in (1, 4, 16)},
+        "restore.p50_ms": "1.5 or less",
+        "restore.p99_ms": "1.5 or less",
+        "mixed.c4": "0.8 or more",
+        "mixed.c4.p50_ms": "1.5 or less",
+        "mixed.c4.p99_ms": "1.5 or less",
+        **{f"lookup.{case}": "3 or less" for case in ("hits", "holes", "none")},
+    }.items()
 }
 # Small segments: the copy's own work per segment counts.
 GOOD_BY_SHAPE = {("host.store", "smollm2"): "0.5 or more", ("host.restore", "smollm2"): "0.5 or more"}
@@ -60,10 +84,10 @@ command = typer.Typer(
     rich_markup_mode="markdown",  # joins the lines of a paragraph
     help="""Measure storing, restoring and lookup against what the machine can do.
 
-    Every figure has a value and a limit: what plain memory copies, plain hashing, or plain reads and writes reach for
-    the same bytes in the same process, measured in turn with it. Compare ratios (value / limit), also between machines;
-    values move with the machine and with what else it runs. Value and limit are medians of the runs, and the ratio is
-    theirs. Where a limit is called a bar it is a number that was chosen, not measured.
+    Every figure has a value and a limit: what plain memory copies, plain hashing, plain reads and writes, or plain
+    sockets reach for the same bytes in the same process, measured in turn with it. Compare ratios (value / limit), also
+    between machines; values move with the machine and with what else it runs. Value and limit are medians of the runs,
+    and the ratio is theirs. Where a limit is called a bar it is a number that was chosen, not measured.
     """,
 )
 
@@ -82,7 +106,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object a fi
 
 @command.command("tiers")
 def tiers(
-    tier: Annotated[str, typer.Option(help="The tier to measure: host or disk.")] = "host",
+    tier: Annotated[str, typer.Option(help="The tier to measure: host, disk or redis.")] = "host",
     shape: Annotated[
         str,
         typer.Option(
@@ -92,6 +116,14 @@ def tiers(
         ),
     ] = "llama8b",
     directory: Directory = None,
+    redis: Annotated[
+        str | None,
+        typer.Option(
+            "--redis",
+            help="For --tier redis: measure at this server, redis://host:port, instead of servers that the benchmark "
+            "starts. User and password come from the settings redis.username and redis.password.",
+        ),
+    ] = None,
     runs: Runs = 11,
     as_json: AsJson = False,
 ) -> None:
@@ -140,15 +172,43 @@ def tiers(
     requests come by Zipf's law, exponent 0.9; limit: 1.1, a bar.
 
     disk.hit_rate: of those requests; limit: that of exact LRU over as many blocks as fit the same bytes.
+
+    **The Redis tier** needs redis-server, 2 GiB of free memory and a minute or two. It starts servers of its own on
+    free ports of 127.0.0.1, which share the CPUs with what is measured: one, then a cluster of three, whose figures
+    begin with redis.cluster. With --redis it uses the server that you name, which needs 1.25 GiB of free memory and no
+    cluster, under a prefix of its own that it empties at the end. Each run moves 256 MiB of noise. The limit is the
+    least client: plain sockets, as many connections as the tier has, commands made before, one at a time on each,
+    values sent and received by one system call each, without headers and checksums.
+
+    redis.store.c1 and so on: with 1, 4 and 16 threads, which write jobs of 8 MiB; limit: a SET for each block.
+
+    redis.restore.c1 and so on: the same blocks, read and verified; limit: a GET for each block.
+
+    redis.restore.p50_ms, p99_ms: one block at a time, at random, by one thread.
+
+    redis.mixed.c4: 4 threads read four blocks of five, and write the fifth, one at a time; with the time of a block,
+    p50_ms and p99_ms.
+
+    redis.lookup.hits, holes, none: which of 8,192 keys the servers hold, where they hold all, every second or none;
+    limit: the same commands, packed before, sent ahead of their replies, to all servers at once.
     """
     from kvtier_connectors.shapes import shape_layout
 
     if tier not in TIERS:
         raise ConfigError(f"tier {tier!r} is not one of {', '.join(TIERS)}")
     layout = shape_layout(shape)
+    if directory is not None and tier != "disk":
+        raise ConfigError("--dir is for --tier disk")
+    if redis is not None and tier != "redis":
+        raise ConfigError("--redis is for --tier redis")
+    if tier == "redis":
+        from kvtier_connectors.bench.redis_figures import RedisSizes, redis_figures
+
+        if redis is None:
+            typer.echo("Redis servers of its own, on free ports of 127.0.0.1: one, then a cluster of three", err=True)
+        _print(redis_figures(redis, shape, layout, runs, RedisSizes()), as_json=as_json)
+        return
     if tier == "host":
-        if directory is not None:
-            raise ConfigError("--dir is for --tier disk")
         from kvtier_connectors.bench.tiers import TierSizes, host_figures
 
         _print(host_figures(shape, layout, runs, TierSizes()), as_json=as_json)
@@ -188,34 +248,78 @@ def codecs(runs: Runs = 11, as_json: AsJson = False) -> None:
 
 @command.command("faults")
 def faults(
-    tier: Annotated[str, typer.Option(help="The tier to harm: disk.")] = "disk",
+    tier: Annotated[
+        str, typer.Option(help="The tier to harm: disk, redis, or all: both, one below the other.")
+    ] = "disk",
+    seeded: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="For --tier all: how many faults are drawn at random, after the list. 0: none; 10,000 take some "
+            "eight minutes. [default: 10000]",
+            show_default=False,
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of what is drawn: one that was printed draws the same again.")
+    ] = None,
     directory: Directory = None,
     as_json: AsJson = False,
 ) -> None:
-    """Harm a tier under traffic, one fault after the other: what is lost, and how soon all is well. Two minutes.
+    """Harm a tier under traffic, one fault after the other: what is lost, and how soon all is well. Some minutes.
 
-    Conversations of 8 blocks of 32 KiB go through store and connector beside a toy engine; half are on the disk when
-    the fault comes, half come with it. Afterwards host memory is emptied and all are asked for again, so that only
-    what is on the disk counts. Time limits are shorter than the defaults: `disk.timeout_s` and `restore.max_wait_s`
-    are 0.5 s.
+    Conversations of 8 blocks of 32 KiB go through store and connector beside a toy engine; half are in the lower tiers
+    when the fault comes, half come with it. Afterwards host memory is emptied and all are asked for again, so that only
+    what is below it counts. Time limits are shorter than the defaults: the tiers' `timeout_s` and `restore.max_wait_s`
+    are 0.5 s. Redis servers are started on free ports of 127.0.0.1: alone, behind a proxy, with Sentinel, as a cluster.
 
     lost: blocks that were asked for again and had to be recomputed, of how many. recomputed: requests with such a
     block. noticed: seconds until a counter told of it; a dash where there was nothing to tell. back: seconds from the
-    end of the fault until a new block went to the disk and came back; a dash where it does not end. wrong: blocks with
-    other bytes than they should have; must be 0. step: 99th percentile of the connector's time a step, less that of
-    the run without a fault.
+    end of the fault until a new conversation went to the harmed tier and came back; a dash where it does not end.
+    wrong: blocks with other bytes than they should have; must be 0. step: 99th percentile of the connector's time a
+    step, less that of the run without a fault. waited: the longest that one request waited, in seconds.
 
     faults.step_time: an engine whose disk hangs for good steps in turn with one whose disk is well; 99.9th percentile
     of the connector's time a step, the difference; limit: 1 ms, a bar. 20,000 steps of each, less those in which the
     kernel gave the thread's CPU to another.
+
+    faults.redis.step_time.stopped, killed, failing_over: the same where a Redis server is stopped by SIGSTOP, killed,
+    or a master whose replica Sentinel names.
+
+    faults.redis.waited: meanwhile, with the default time limits, the longest that one request waited, in units of
+    redis.timeout_s and its longest step; limit: one, a bar.
+
+    faults.redis.unhindered: the share of requests that did not wait, for more than two steps, for a server already
+    found sick; limit: all.
+
+    faults.redis.back: from the end of the fault until a new conversation went there and came back, in units of the
+    time for which the server was left alone at a time, at most 5 s; limit: 2, a bar.
+
+    faults.seeded: faults a minute of the random ones: of host, disk and Redis at once, under load of blocks of 360 KiB
+    and 2 MiB. Ends with an error at the first wrong byte, leak or count that does not add up. No limit.
     """
     from kvtier_connectors.bench.disk_figures import fault_report
 
-    if tier != "disk":
-        raise ConfigError(f"tier {tier!r} is not one of disk")
-    rows, figures = fault_report(directory)
-    _print_faults(rows, as_json=as_json)
-    _print(figures, as_json=as_json)
+    if tier not in ("disk", "redis", "all"):
+        raise ConfigError(f"tier {tier!r} is not one of disk, redis, all")
+    if tier != "all" and (seeded, seed) != (None, None):
+        raise ConfigError("--seeded and --seed are for --tier all")
+    if tier == "disk":
+        rows, figures = fault_report(directory)
+        _print_faults(rows, as_json=as_json)
+        _print(figures, as_json=as_json)
+        return
+    from kvtier_connectors.bench.faults import FaultSizes
+    from kvtier_connectors.bench.redis_fault_figures import redis_fault_report
+
+    if seed is None:
+        rows, figures = redis_fault_report(directory, tier, FaultSizes())
+        _print_faults(rows, as_json=as_json)
+        _print(figures, as_json=as_json)
+    if tier == "all" and seeded != 0:
+        from kvtier_connectors.bench.seeded import NUM_FAULTS, seeded_figures
+
+        _print(seeded_figures(directory, seeded or NUM_FAULTS, seed), as_json=as_json)
 
 
 def _print_faults(rows: Iterator[FaultRow], *, as_json: bool) -> None:
@@ -229,7 +333,7 @@ def _print_faults(rows: Iterator[FaultRow], *, as_json: bool) -> None:
 
     table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1))
     table.add_column("fault", min_width=24)
-    for heading in ("lost", "recomputed", "noticed", "back", "wrong", "step"):
+    for heading in ("lost", "recomputed", "noticed", "back", "wrong", "step", "waited"):
         table.add_column(heading, no_wrap=True)
     with Console(stderr=True).status("harming") as status:
         for row in rows:
@@ -238,7 +342,8 @@ def _print_faults(rows: Iterator[FaultRow], *, as_json: bool) -> None:
             lost = f"{row.lost_blocks}/{row.asked_blocks}"
             recomputed = f"{row.recomputed_requests}/{row.asked_requests}"
             name = f"{row.fault}: {row.injected}"
-            table.add_row(name, lost, recomputed, noticed, back, str(row.wrong_blocks), f"{row.step_effect_ms:+.2f}")
+            step, waited = f"{row.step_effect_ms:+.2f}", f"{row.waited_s:.3f}"
+            table.add_row(name, lost, recomputed, noticed, back, str(row.wrong_blocks), step, waited)
     Console().print(table)
 
 

@@ -8,10 +8,12 @@ from pathlib import Path
 from kvtier.layout import KVLayout
 from kvtier_connectors.bench.disk import MAX_SLOW_RUNS, DiskSizes, disk_copy_figures
 from kvtier_connectors.bench.disk_age import aged_figures, restart_figure
+from kvtier_connectors.bench.disk_faults import STALLED
 from kvtier_connectors.bench.faults import FaultRow, FaultSizes, fault_rows, quiet
 from kvtier_connectors.bench.figures import Figure
+from kvtier_connectors.bench.ground import Ground
 from kvtier_connectors.bench.opening import scratch_directory
-from kvtier_connectors.bench.step_time import STEP_LIMIT_MS, measure_step_time
+from kvtier_connectors.bench.step_time import STEP_LIMIT_MS, measure_sick_time
 
 __all__ = ["disk_figures", "fault_report"]
 
@@ -35,11 +37,12 @@ def fault_report(parent: Path | None) -> tuple[Iterator[FaultRow], Iterator[Figu
 
     def rows() -> Iterator[FaultRow]:
         with quiet(), scratch_directory(parent, FAULTS_NEED_BYTES) as directory:
-            yield from fault_rows(directory, sizes)
+            yield from fault_rows("disk", directory, sizes)
 
     def figures() -> Iterator[Figure]:
         with quiet(), scratch_directory(parent, FAULTS_NEED_BYTES) as directory:
-            found = measure_step_time(directory, sizes.steps)
+            sick, well = Ground(directory / "stalled", None), Ground(directory / "control", None)
+            found = measure_sick_time(sick, well, STALLED, sizes.steps, timeout_s=5.0, max_wait_s=0.5)
             yield Figure("faults.step_time", "blocks of 32 KiB", found.effect_ms, "ms", STEP_LIMIT_MS, found.steps)
 
     return rows(), figures()

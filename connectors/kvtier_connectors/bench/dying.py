@@ -54,9 +54,9 @@ def _fill(directory: str, capacity: int, block_bytes: int, first: int, count: in
 
 
 def _serve(directory: str) -> None:
-    from kvtier_connectors.bench.traffic import FaultRig
+    from kvtier_connectors.bench.rig import FaultRig, disk_at
 
-    rig = FaultRig(Path(directory))
+    rig = FaultRig(disk_at(Path(directory)))
     for number in itertools.count(1):
         rig.traffic.start(rig.chain(number - 1))
         rig.traffic.step()

@@ -19,7 +19,7 @@ __all__ = ["KVCheck", "block_kv", "restored_blocks"]
 class KVCheck:
     """Blocks as the process that computed them had them, before any was evicted, and how restored ones compare.
 
-    The counts are of blocks, by the kind of restore: "host", "disk".
+    The counts are of blocks, by the kind of restore: "host", and the name of the tier below it.
     """
 
     before: dict[BlockDigest, tuple[int, bytes]] = field(default_factory=dict)

@@ -10,18 +10,16 @@ import typer
 
 if TYPE_CHECKING:
     from kvtier_engine.demo.measure import Progress
-    from kvtier_engine.demo.result import DemoResult, DiskResult
+    from kvtier_engine.demo.result import DemoResult, DiskResult, RedisResult
 
 __all__ = ["command"]
 
 HOST_SIZE = "1GiB"
+BELOW = {"disk": "disk", "redis": "Redis"}
 MANUAL_TOKENS = 1380
 MAX_BATCH_TOKENS = 512
 ANSWERS_AND_QUESTIONS = 256  # tokens that three turns add to the manual, at most
 SMALL_POOL_SESSIONS = 2  # that fit the pool beside kvtier: whoever returns has been evicted
-DISK_SHARE = 2  # of the bytes of all sessions: room for segments that are open, spare or half empty
-MIN_DISK_BYTES = 256 << 20
-MIN_FREE_BYTES = 64 << 20
 
 
 def command(
@@ -39,6 +37,14 @@ def command(
             "temporary directory."
         ),
     ] = None,
+    redis: Annotated[
+        str | None,
+        typer.Option(
+            help="A Redis server, redis://host:port, to be used in place of a disk, under a prefix of this run's own "
+            "that is emptied at its end. User and password come from the settings: KVTIER_REDIS__USERNAME, "
+            "KVTIER_REDIS__PASSWORD."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
     corrupt: Annotated[
         bool, typer.Option("--corrupt", help="Flip one byte in host memory: the demo must notice and exit with 1.")
@@ -47,7 +53,8 @@ def command(
     """Chat sessions on a real model, whose contexts together outgrow its block pool, return one after the other.
 
     Each returning turn is run recomputed, from the GPU prefix cache, and restored: the second turns from host memory,
-    the third from disk, in a new process with nothing in memory, once the first engine is closed. Times are medians;
+    the third from disk, or from Redis, in a new process with nothing in memory, once the first engine is closed. Times
+    are medians;
     those recomputed and from the GPU prefix cache are over second and third turns. The new process is warmed up by an
     unrelated prompt that shares no block with the conversations. Exits with 1 unless the restored KV is bit-equal to
     what was there before and the tokens equal those of an engine that evicts nothing.
@@ -68,7 +75,7 @@ def command(
                 if not stderr.is_terminal:
                     stderr.print(text, highlight=False, soft_wrap=True)
 
-            result = _run(model, sessions, progress, disk=disk, corrupt=corrupt)
+            result = _run(model, sessions, progress, disk=disk, redis=redis, corrupt=corrupt)
     except ReturningError as error:
         stderr.print(f"FAILED: {error}", style="bold red", highlight=False, markup=False, soft_wrap=True)
         return 1
@@ -83,22 +90,30 @@ def command(
 
 
 def _run(
-    model_dir: Path | None, num_sessions: int, progress: Progress, *, disk: Path | None, corrupt: bool
+    model_dir: Path | None,
+    num_sessions: int,
+    progress: Progress,
+    *,
+    disk: Path | None,
+    redis: str | None,
+    corrupt: bool,
 ) -> DemoResult:
     import torch
 
-    from kvtier.frame import frame_bytes
+    from kvtier.errors import ConfigError
     from kvtier_connectors.fingerprint import model_fingerprint
     from kvtier_engine.config import EngineConfig
-    from kvtier_engine.demo.directory import check_room, fresh_directory
+    from kvtier_engine.demo.below import disk_below, redis_below
     from kvtier_engine.demo.measure import Measurement, Model
     from kvtier_engine.demo.sessions import make_sessions
     from kvtier_engine.hf_runner import HFRunner
     from kvtier_engine.tokenizer import Tokenizer
     from kvtier_engine.weights import ensure_default_model
 
+    if disk is not None and redis is not None:
+        raise ConfigError("--disk and --redis: name one of the two")
     torch.set_num_threads(1)  # bf16 sums come out alike only on one thread
-    with fresh_directory(disk) as disk_dir:
+    with disk_below(disk) if redis is None else redis_below(redis) as below:
         directory = model_dir or ensure_default_model(progress)
         progress(f"loading {directory}")
         loaded = Model(
@@ -112,13 +127,8 @@ def _run(
         config = EngineConfig(max_num_seqs=4, max_batch_tokens=MAX_BATCH_TOKENS, max_model_len=longest)
         layout = loaded.runner.layout
         session_blocks = -(-longest // layout.block_tokens)
-        disk_bytes = max(MIN_DISK_BYTES, DISK_SHARE * num_sessions * session_blocks * frame_bytes(layout.block_bytes))
-        check_room(disk_dir, disk_bytes + MIN_FREE_BYTES)
-        overrides = {
-            "host": {"size": HOST_SIZE},
-            "disk": {"path": [str(disk_dir)], "size": disk_bytes, "min_free": MIN_FREE_BYTES},
-        }
-        measurement = Measurement(loaded, conversations, overrides, config, progress)
+        overrides = {"host": {"size": HOST_SIZE}, **below.overrides(num_sessions * session_blocks, layout.block_bytes)}
+        measurement = Measurement(loaded, conversations, overrides, config, progress, below.name)
         return measurement.run(
             small_blocks=SMALL_POOL_SESSIONS * session_blocks,
             session_blocks=session_blocks,
@@ -136,7 +146,7 @@ def _print_table(result: DemoResult) -> None:
         "recompute": "recomputed",
         "gpu_hit": "in the GPU prefix cache",
         "host": "restored from host memory",
-        "disk": "restored from disk, in a new process",
+        result.below_name: f"restored from {BELOW[result.below_name]}, in a new process",
     }
     for key, name in names.items():
         seconds = result.ttft_s[key]
@@ -154,13 +164,26 @@ def _print_table(result: DemoResult) -> None:
         f"+ pending {ledger.pending}\n"
         f"copying thread, share of an idle machine's memcpy: stores {share['store']:.2f}, beside the computing model; "
         f"restores {share['restore']:.2f}\n"
-        f"{_describe(result.disk)}",
+        f"{_describe(result.below)}",
         highlight=False,
         soft_wrap=True,
     )
 
 
-def _describe(disk: DiskResult) -> str:
+def _describe(below: DiskResult | RedisResult) -> str:
+    from kvtier_engine.demo.result import RedisResult
+
+    return _describe_redis(below) if isinstance(below, RedisResult) else _describe_disk(below)
+
+
+def _describe_redis(redis: RedisResult) -> str:
+    return (
+        f"Redis: {redis.blocks_written} blocks, {redis.bytes_written / 1e6:.0f} MB, at {redis.url}, under keys that "
+        f"began with {redis.prefix}, since removed; {redis.unstored_blocks} not stored, {redis.damaged_blocks} damaged"
+    )
+
+
+def _describe_disk(disk: DiskResult) -> str:
     through = "direct I/O" if disk.mode == "direct" else "no direct I/O there, so reads may have come from memory"
     if disk.file_system == "tmpfs":
         through = "which is memory: name a directory on a disk by --disk"

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from kvtier.errors import ConfigError
 
-__all__ = ["check_room", "file_system", "fresh_directory"]
+__all__ = ["check_room", "ended_by_exception", "file_system", "fresh_directory"]
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 
@@ -30,7 +30,7 @@ def fresh_directory(parent: Path | None) -> Iterator[Path]:
     Ctrl-C ends it by an exception as ever, and so do SIGTERM and SIGHUP meanwhile, if they would have ended the process
     without one; SIGKILL leaves it. Main thread only. Raises ConfigError when it cannot be made.
     """
-    with _ended_by_exception():
+    with ended_by_exception():
         try:
             path = Path(tempfile.mkdtemp(prefix="kvtier-demo-", dir=parent))
         except OSError as error:
@@ -75,7 +75,8 @@ def _remove(path: Path) -> None:
 
 
 @contextmanager
-def _ended_by_exception() -> Iterator[None]:
+def ended_by_exception() -> Iterator[None]:
+    """SIGTERM and SIGHUP end what is within by an exception, if they would have ended the process without one."""
     taken = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
     for number in taken:
         signal.signal(number, _end)

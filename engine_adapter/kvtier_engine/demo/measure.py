@@ -14,7 +14,7 @@ import numpy as np
 
 from kvtier.config import load_settings
 from kvtier.errors import ConfigError, KVTierError
-from kvtier.metrics import DiskStats
+from kvtier.metrics import DiskStats, RedisStats
 from kvtier_connectors.connector import Connector
 from kvtier_connectors.contract import CopyDirection
 from kvtier_engine.config import EngineConfig
@@ -22,7 +22,7 @@ from kvtier_engine.demo.check import KVCheck, restored_blocks
 from kvtier_engine.demo.directory import file_system
 from kvtier_engine.demo.process import ReturningProcess
 from kvtier_engine.demo.protocol import Start, Turn
-from kvtier_engine.demo.result import DemoResult, DiskResult
+from kvtier_engine.demo.result import DemoResult, DiskResult, RedisResult
 from kvtier_engine.demo.sessions import ANSWER, Session
 from kvtier_engine.hf_runner import HFRunner
 from kvtier_engine.llm import LLM, Completion
@@ -54,8 +54,8 @@ class _Turns:
     first_reference: list[Completion] = field(default_factory=list)
     host: list[Completion] = field(default_factory=list)
     host_reference: list[Completion] = field(default_factory=list)
-    disk: list[Turn] = field(default_factory=list)
-    disk_reference: list[Completion] = field(default_factory=list)
+    below: list[Turn] = field(default_factory=list)
+    below_reference: list[Completion] = field(default_factory=list)
     recompute: list[Completion] = field(default_factory=list)
 
     @property
@@ -64,17 +64,17 @@ class _Turns:
         return (
             _tokens(self.first) == _tokens(self.first_reference)
             and _tokens(self.host) == _tokens(self.host_reference)
-            and _tokens(self.disk) == _tokens(self.disk_reference)
+            and _tokens(self.below) == _tokens(self.below_reference)
         )
 
-    @property
-    def ttft_s(self) -> dict[str, float]:
-        """Medians; those of the GPU prefix cache and of recomputing are over the turns beside both kinds of restore."""
+    def ttft_s(self, below: str) -> dict[str, float]:
+        """Medians, those restored from the tier below host memory under its name, `below`; those of the GPU prefix
+        cache and of recomputing are over the turns beside both kinds of restore."""
         return {
             "recompute": _ttft(self.recompute),
-            "gpu_hit": _ttft([*self.host_reference, *self.disk_reference]),
+            "gpu_hit": _ttft([*self.host_reference, *self.below_reference]),
             "host": _ttft(self.host),
-            "disk": _ttft(self.disk),
+            below: _ttft(self.below),
         }
 
 
@@ -83,8 +83,9 @@ class Measurement:
 
     Three engines share the weights. One has kvtier and a pool that holds two sessions, so each has been evicted by the
     time that it returns, and is restored from host memory; the reference's pool holds everything; the last forgets its
-    cache before each turn. Then the first engine is closed, and the third turns run in a new process over the same
-    disk, whose GPU pool and host pool begin empty; the same turns run on the other two engines here, after it answered.
+    cache before each turn. Then the first engine is closed, and the third turns run in a new process over the same tier
+    below, disk or Redis, whose GPU pool and host pool begin empty; the same turns run on the other two engines here,
+    after it answered.
 
     A session's three turns run one after the other, so that a machine that slows down slows all, and only one process
     computes at a time. Those that restore run the same steps as the reference, so KV and tokens must be equal to the
@@ -100,13 +101,16 @@ class Measurement:
         overrides: dict[str, Any],
         config: EngineConfig,
         progress: Progress,
+        below: str,
     ) -> None:
-        """overrides: kvtier's settings beside those of environment and file; they name one directory for the disk."""
+        """overrides: kvtier's settings beside those of environment and file; they name one tier below host memory, a
+        directory for the disk or a server of Redis. below: that tier's name."""
         self._model = model
         self._sessions = sessions
         self._overrides = overrides
         self._config = config
         self._progress = progress
+        self._below = below
         self._kv = KVCheck()
         self._turns = _Turns()
 
@@ -137,30 +141,45 @@ class Measurement:
                 num_unstored, written = self._flush(llm)
                 ledger = _connector(llm).scheduler.stats().ledger
             recovered = self._run_third_turns(small_blocks, reference, cold)
-        (directory, mode), *_ = written.modes.items()
         return DemoResult(
             model=self._model.directory.name,
-            prompt_tokens=int(median(turn.num_prompt_tokens for turn in [*turns.host, *turns.disk_reference])),
-            ttft_s=turns.ttft_s,
+            prompt_tokens=int(median(turn.num_prompt_tokens for turn in [*turns.host, *turns.below_reference])),
+            ttft_s=turns.ttft_s(self._below),
             restored_tokens={
                 "host": sum(turn.restored_tokens for turn in turns.host),
-                "disk": self._block_tokens * sum(turn.hits.get("disk", 0) for turn in turns.disk),
+                self._below: self._block_tokens * sum(turn.hits.get(self._below, 0) for turn in turns.below),
             },
             memcpy_share=shares,
             num_blocks_compared=self._kv.compared.total(),
-            kv_bit_equal=self._kv.holds_for("host", "disk"),
+            kv_bit_equal=self._kv.holds_for("host", self._below),
             tokens_equal=turns.equal,
             ledger=ledger,
-            disk=DiskResult(
-                directory=directory,
-                file_system=file_system(Path(directory)),
-                mode=mode,
+            below=self._describe(written, num_unstored, recovered),
+        )
+
+    def _describe(self, written: DiskStats | RedisStats, num_unstored: int, recovered: int) -> DiskResult | RedisResult:
+        """The tier below, as the first process left it and the second found it."""
+        damaged_blocks = sum(turn.damaged_blocks for turn in self._turns.below)
+        if isinstance(written, RedisStats):
+            redis = self._overrides["redis"]
+            return RedisResult(
+                url=redis["url"],
+                prefix=redis["prefix"],
                 blocks_written=written.blocks,
                 bytes_written=written.written_bytes,
                 unstored_blocks=num_unstored,
-                recovered_blocks=recovered,
-                damaged_blocks=sum(turn.damaged_blocks for turn in turns.disk),
-            ),
+                damaged_blocks=damaged_blocks,
+            )
+        (directory, mode), *_ = written.modes.items()
+        return DiskResult(
+            directory=directory,
+            file_system=file_system(Path(directory)),
+            mode=mode,
+            blocks_written=written.blocks,
+            bytes_written=written.written_bytes,
+            unstored_blocks=num_unstored,
+            recovered_blocks=recovered,
+            damaged_blocks=damaged_blocks,
         )
 
     # ---- turns ---------------------------------------------------------------------------------------------------
@@ -185,7 +204,7 @@ class Measurement:
         self._go_on(session, llm, answer, next_turn=2)
 
     def _run_third_turns(self, num_blocks: int, reference: LLM, cold: LLM) -> int:
-        """The third turns, in a new process; how many blocks that found on the disk."""
+        """The third turns, in a new process; how many blocks that found on its disk."""
         start = Start(
             model_dir=str(self._model.directory),
             num_blocks=num_blocks,
@@ -194,14 +213,16 @@ class Measurement:
             warm_up_tokens=self._turns.host[0].num_prompt_tokens,
         )
         with ReturningProcess(start) as process:
-            self._progress("a new process loads the model and opens the disk, with nothing in GPU pool and host pool")
+            self._progress(
+                f"a new process loads the model and opens {self._below}, with nothing in GPU pool and host pool"
+            )
             recovered = process.wait_ready().recovered_blocks
             for session in self._sessions:
                 self._progress(f"{session.name}: returns to the new process; then as before here")
                 turn = process.ask(session.messages)
-                self._kv.compare("disk", turn.restored_tokens // self._block_tokens, turn.kv)
-                self._turns.disk.append(turn)
-                self._turns.disk_reference.append(_generate(reference, session.messages))
+                self._kv.compare(self._below, turn.restored_tokens // self._block_tokens, turn.kv)
+                self._turns.below.append(turn)
+                self._turns.below_reference.append(_generate(reference, session.messages))
                 self._turns.recompute.append(self._recompute(cold, session))
         return recovered
 
@@ -236,16 +257,16 @@ class Measurement:
             raise
         llm.close(FLUSH_S)
 
-    def _flush(self, llm: LLM) -> tuple[int, DiskStats]:
-        """As closing does, before the counts are gone: blocks that could not be stored, and what the disk has."""
+    def _flush(self, llm: LLM) -> tuple[int, DiskStats | RedisStats]:
+        """As closing does, before the counts are gone: blocks that could not be stored, and what the tier below has."""
         llm.engine.check_integrity()
         num_unstored = llm.flush(FLUSH_S)
         stats = llm.stats()
-        disk = stats.disk if stats is not None else None
-        if disk is None:
-            raise ConfigError("the demo needs a disk tier")
-        self._progress(f"{disk.blocks} blocks are on disk; the first engine closes")
-        return num_unstored, disk
+        below = (stats.redis if self._below == "redis" else stats.disk) if stats is not None else None
+        if below is None:
+            raise ConfigError("the demo needs a tier below host memory")
+        self._progress(f"{below.blocks} blocks are in the {self._below} tier; the first engine closes")
+        return num_unstored, below
 
     def _flip_a_byte(self, llm: LLM) -> None:
         """Damage the first block in host memory of the session that returns first."""

@@ -42,7 +42,7 @@ class Start(_Message):
 
 @dataclass(frozen=True, slots=True)
 class Ready(_Message):
-    """The engine is open and warm. recovered_blocks: what its disk tier found."""
+    """The engine is open and warm. recovered_blocks: what its disk tier found; 0 without one."""
 
     recovered_blocks: int
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvtier.metrics import LedgerSnapshot
 
-__all__ = ["DemoResult", "DiskResult"]
+__all__ = ["DemoResult", "DiskResult", "RedisResult"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,27 @@ class DiskResult:
 
 
 @dataclass(frozen=True, slots=True)
+class RedisResult:
+    """The Redis server between the two processes, which held nothing of this run before. Counts are of blocks."""
+
+    url: str
+    prefix: str
+    """What this run's keys began with; removed at its end."""
+    blocks_written: int
+    bytes_written: int
+    """Of those blocks."""
+    unstored_blocks: int
+    """What the flush before the first process's end could not store."""
+    damaged_blocks: int
+    """Blocks that were not what had been written; they were recomputed."""
+
+
+@dataclass(frozen=True, slots=True)
 class DemoResult:
-    """What the demo found; times are medians over the measured turns."""
+    """What the demo found; times are medians over the measured turns.
+
+    below: the tier that the new process restored from; its name, `disk` or `redis`, is its key, also among the times.
+    """
 
     model: str
     prompt_tokens: int
@@ -44,7 +63,11 @@ class DemoResult:
     kv_bit_equal: bool
     tokens_equal: bool
     ledger: LedgerSnapshot
-    disk: DiskResult
+    below: DiskResult | RedisResult
+
+    @property
+    def below_name(self) -> str:
+        return "redis" if isinstance(self.below, RedisResult) else "disk"
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -56,7 +79,7 @@ class DemoResult:
             "kv_bit_equal": self.kv_bit_equal,
             "tokens_equal": self.tokens_equal,
             "ledger": _ledger(self.ledger),
-            "disk": asdict(self.disk),
+            self.below_name: asdict(self.below),
         }
 
 

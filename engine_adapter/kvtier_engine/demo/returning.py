@@ -1,4 +1,4 @@
-"""The process of the third turns: an engine with nothing in memory, over the disk that another process filled.
+"""The process of the third turns: an engine with nothing in memory, over the tier that another process filled.
 
 `python -m kvtier_engine.demo.returning` speaks `kvtier_engine.demo.protocol` over stdin and stdout, logs to stderr, and
 ends at the end of stdin. It computes nothing but what it was asked for: between turns it waits for stdin.
@@ -116,7 +116,8 @@ def _difference(after: Mapping[str, int], before: Mapping[str, int]) -> dict[str
 
 
 def _damaged(stats: StatsSnapshot) -> int:
-    return stats.disk.damaged_blocks if stats.disk is not None else 0
+    below = stats.disk or stats.redis
+    return below.damaged_blocks if below is not None else 0
 
 
 if __name__ == "__main__":
