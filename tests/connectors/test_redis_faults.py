@@ -143,9 +143,6 @@ def test_a_server_that_was_never_there_is_joined_later(stack: ExitStack) -> None
     verify_quiet(rig)
 
 
-# ---- answers that refuse ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.bug("CR17")
 def test_a_server_without_memory_is_not_stormed_and_still_read(stack: ExitStack) -> None:
     ground = make_ground(stack)

@@ -226,16 +226,11 @@ class SeededRun:
     def _verify_round_trip(self) -> None:
         """What is stored now is in every tier, and comes back from each: from Redis where the disk is detached."""
         chains = [(engine, engine.chain(NEW_CHAIN)) for engine in self._patient.engines]
-        for engine, digests in chains:
-            self._serve(engine, digests)
         deadline = time.monotonic() + RECOVERY_S
-        while lacking := [lower.name for lower in self._store.lower if not self._holds_all(lower, chains)]:
+        while not self._store_everywhere(chains):
             if time.monotonic() > deadline:
-                raise IntegrityError(
-                    f"seed {self._seed}: all is well, and {lacking} store nothing: {self._store.stats()}"
-                )
+                raise IntegrityError(f"seed {self._seed}: all is well, and not all is stored: {self._store.stats()}")
             self._skip()  # a directory that was full is left alone for a while
-            self._store.flush(FLUSH_S)  # what is left is of chains that a fault cut off: nobody could reach it
         for lower in self._store.lower:
             for engine, digests in chains:
                 while not self._comes_back(engine, digests):
@@ -243,6 +238,14 @@ class SeededRun:
                         raise IntegrityError(f"seed {self._seed}: all is well, and {lower.name} gives nothing back")
                     self._skip()  # short time limits, on a machine that is busy
             self._store.detach(lower.name)
+
+    def _store_everywhere(self, chains: Sequence[tuple[SeededEngine, list[BlockDigest]]]) -> bool:
+        """Whether every tier has them by then. Host memory has nothing else that would push them out of the disk."""
+        forget_host(self._patient)
+        for engine, digests in chains:
+            self._serve(engine, digests)
+        self._store.flush(FLUSH_S)
+        return all(self._holds_all(lower, chains) for lower in self._store.lower)
 
     @staticmethod
     def _holds_all(lower: LowerTier, chains: Sequence[tuple[SeededEngine, list[BlockDigest]]]) -> bool:
