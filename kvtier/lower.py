@@ -102,6 +102,7 @@ class LowerTier:
             min_uses=limits.min_uses,
             # A rate is kept by waiting on a thread: one waits, and the others are there for reads.
             max_jobs=1 if self._throttle is not None else limits.writers,
+            known=None if self._known is None else self._known.held,
         )
 
     @property

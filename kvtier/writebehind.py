@@ -25,13 +25,10 @@ from kvtier.tiers.reservation import HeldBlock
 __all__ = ["WriteBehind"]
 
 logger = logging.getLogger("kvtier.writebehind")
-
 WRITE_BYTES = 8 << 20
 """One job: a read that comes meanwhile waits for no more than that on its thread."""
 MAX_NOTED = 1 << 16  # dropped blocks, and uses of blocks, that are remembered: a few MiB each
-
 ENQUEUED_AT_ONCE = 16  # blocks by which the bound can be passed
-
 NOTED_AT_ONCE = 1024  # uses of a prompt's blocks, under one hold of the lock: about a millisecond
 
 
@@ -69,9 +66,10 @@ class WriteBehind:
         max_age_s: float,
         min_uses: int = 1,
         max_jobs: int = 1,
+        known: Callable[[Sequence[Key]], list[bool]] | None = None,
     ) -> None:
         """max_bytes: of blocks queued and being written: host memory that cannot be evicted meanwhile. max_age_s: the
-        longest that a block waits in the queue."""
+        longest that a block waits in the queue. known: what a remote tier is known to hold, and is not due there."""
         self._host = host
         self._tier = tier
         self._executor = executor
@@ -80,6 +78,7 @@ class WriteBehind:
         self._max_age_s = max_age_s
         self._min_uses = min_uses
         self._max_jobs = max_jobs
+        self._known = known
         self._owner = pool.owner(f"writes to the {tier.name} tier")
         self._changed = threading.Condition()
         self._queue: deque[_Pending] = deque()
@@ -106,8 +105,11 @@ class WriteBehind:
         if came_from == self._tier.name:
             self._note_held([key for key, _ in blocks])
             return
-        due = list(blocks) if self._min_uses == 1 else self._count_uses(blocks, is_new=True)
-        self._make_due(due)
+        if self._known is not None:
+            known = list(zip(blocks, self._known([key for key, _ in blocks]), strict=True))
+            self._note_held([key for (key, _), is_held in known if is_held])
+            blocks = [block for block, is_held in known if not is_held]
+        self._make_due(list(blocks) if self._min_uses == 1 else self._count_uses(blocks, is_new=True))
 
     def note_use(self, namespace: bytes, digests: Sequence[BlockDigest], parent: BlockDigest | None) -> None:
         """A prompt used these blocks, wherever they were; `parent` comes before the first. Costs in proportion to the

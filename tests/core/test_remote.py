@@ -544,3 +544,29 @@ def test_a_lifetime_and_a_tenant_go_with_the_block(make: Callable[..., Harness])
         harness.host.commit([reserved])
     harness.jobs.run_all()
     assert asked == [None, 60.0]
+
+
+def test_what_a_remote_tier_is_known_to_hold_is_not_sent_again(make: Callable[..., Harness]) -> None:
+    harness = make(with_near=True)
+    harness.store(0, 1)
+    harness.near_jobs.run_all()
+    harness.jobs.run_all()
+    harness.forget_host()
+    stage = harness.stager.begin("r", SPACE, names(0, 1), None, PAGE_BYTES, 1.0)
+    assert stage is not None
+    assert stage.tiers == ["dict"]
+    harness.near_jobs.run_all()
+    assert stage.poll()
+    stage.close()
+    assert len(harness.jobs) == 0
+    ledger = harness.lower.write_behind.ledger.snapshot()
+    assert (ledger.due, ledger.stored) == (2, 2)
+    harness.remote.remove([key(0)])  # by the other machine
+    assert harness.read(0) is ReadOutcome.MISS
+    harness.forget_host()
+    stage = harness.stager.begin("r", SPACE, names(0, 1), None, PAGE_BYTES, 1.0)
+    assert stage is not None
+    harness.near_jobs.run_all()
+    harness.jobs.run_all()
+    stage.close()
+    assert harness.remote.contains([key(0), key(1)]) == [True, True], "once it is known to be gone it is stored again"
