@@ -172,6 +172,8 @@ class LowerTier:
             return
         with self._lock:
             begin, self._is_probing = not self._is_probing, True
+        if begin and self._known is not None:  # who comes back may have lost everything: better asked than believed
+            self._known.clear()
         if begin and not self.asking.try_submit(self._probe, urgent=True):
             self._is_probing = False
 

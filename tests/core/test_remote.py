@@ -570,3 +570,19 @@ def test_what_a_remote_tier_is_known_to_hold_is_not_sent_again(make: Callable[..
     harness.jobs.run_all()
     stage.close()
     assert harness.remote.contains([key(0), key(1)]) == [True, True], "once it is known to be gone it is stored again"
+
+
+def test_nothing_is_believed_of_a_tier_that_was_sick(make: Callable[..., Harness]) -> None:
+    harness = make()
+    harness.store(0)
+    harness.jobs.run_all()
+    harness.forget_host()
+    assert harness.located(0) == ["remote"]
+    harness.break_it()
+    harness.remote.remove([key(0)])  # as a server that was restarted
+    harness.remote.is_sick = False
+    harness.clock.advance(MAX_COOLDOWN_S)
+    assert not harness.lower.is_available
+    harness.jobs.run_all()
+    assert harness.lower.is_available
+    assert harness.located(0) == []
