@@ -135,8 +135,8 @@ MUTANTS: list[Mutant] = [
         name="a block that arrives between two looks is told lost",
         rules=(),
         file="kvtier/durability.py",
-        old="            pending = {key for key in keys if key in self._under_way}\n",
-        new="            pending = set[Key]()\n",
+        old="            under_way = {key for key in keys if key in self._under_way}\n",
+        new="            under_way = set[Key]()\n",
         tests=(f"{REMOTE}::test_durability_is_told_once_nothing_is_on_its_way",),
     ),
     Mutant(
