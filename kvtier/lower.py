@@ -7,14 +7,13 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 
 from kvtier.breaker import Breaker, BreakerSnapshot
 from kvtier.clock import Clock
 from kvtier.errors import ClosedError, ForkedError, TierError
 from kvtier.executor import Executor, ThreadExecutor
 from kvtier.keys import BlockDigest, Key, make_key
-from kvtier.metrics import LowerStats, RemoteStats
+from kvtier.metrics import LowerStats, RemoteStats, fields_of
 from kvtier.opened import OpenedTier
 from kvtier.pool import HostPool
 from kvtier.tiers.base import Tier
@@ -172,8 +171,6 @@ class LowerTier:
             return
         with self._lock:
             begin, self._is_probing = not self._is_probing, True
-        if begin and self._known is not None:  # who comes back may have lost everything: better asked than believed
-            self._known.clear()
         if begin and not self.asking.try_submit(self._probe, urgent=True):
             self._is_probing = False
 
@@ -181,6 +178,8 @@ class LowerTier:
         """With threads of its own: until it is well, whether anyone wants it or not. What is asked meanwhile is refused
         in any case."""
         breaker = self._guard.breaker
+        if self._known is not None:  # who comes back may have lost everything: better asked than believed
+            self._known.clear()
         try:
             self._guard.try_probe()
             while self._has_own_threads and not (breaker.is_closed or self._closed):
@@ -239,12 +238,12 @@ class LowerTier:
         if not queued:
             raise TierError(
                 f"the {self.name} tier did not remember the reset within {RESET_TIMEOUT_S:g} s: this process uses "
-                f"none of its older blocks, a later one might; reset again, or empty its directories, before a restart"
+                f"none of its older blocks, a later one might; reset again, or empty it, before a restart"
             )
         if failures:
             raise TierError(
                 f"the {self.name} tier could not remember the reset ({failures[0]}): this process uses none of its "
-                f"older blocks, a later one might; reset again, or empty its directories, before a restart"
+                f"older blocks, a later one might; reset again, or empty it, before a restart"
             ) from failures[0]
 
     def flush(self, timeout: float) -> int:
@@ -275,8 +274,7 @@ class LowerTier:
         if self._known is not None:
             with self._lock:
                 questions = dict(self._questions)
-            shared = {field.name: getattr(stats, field.name) for field in fields(stats)}
-            stats = RemoteStats(**shared, questions=questions, known_blocks=len(self._known))
+            stats = RemoteStats(**fields_of(stats), questions=questions, known_blocks=len(self._known))
         return self._opened.describe(stats)
 
     def check_integrity(self) -> None:

@@ -44,10 +44,6 @@ class Question:
         self._done = False
 
     @property
-    def tier(self) -> str:
-        return self._source.name
-
-    @property
     def done(self) -> bool:
         """Whether it was answered, or will not be: a tier found sick meanwhile is waited for no longer."""
         return self._done or not self._source.is_available

@@ -8,7 +8,8 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from kvtier.errors import IntegrityError
 from kvtier.reasons import DropReason, MissReason
@@ -24,6 +25,7 @@ __all__ = [
     "RestoreTally",
     "StatsSnapshot",
     "StoreCounters",
+    "fields_of",
 ]
 
 
@@ -154,6 +156,11 @@ class LowerStats:
     """Times that it was found sick."""
     breaker_refused: int
     """Calls refused meanwhile."""
+
+
+def fields_of(stats: LowerStats) -> dict[str, Any]:
+    """Its fields, to make of it the counts of a certain tier."""
+    return {field.name: getattr(stats, field.name) for field in fields(stats)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

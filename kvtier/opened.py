@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from kvtier.clock import Clock
 from kvtier.config import DiskSettings, RedisSettings
 from kvtier.keys import Key
-from kvtier.metrics import DiskStats, LowerStats, RedisStats
+from kvtier.metrics import DiskStats, LowerStats, RedisStats, fields_of
 from kvtier.tiers.base import Tier
 from kvtier.tiers.watched import OnGone
 
@@ -76,7 +76,7 @@ def open_disk(settings: DiskSettings, clock: Clock, files: Files | None = None) 
     def describe(stats: LowerStats) -> DiskStats:
         disk = tier.snapshot()
         return DiskStats(
-            **_fields(stats),
+            **fields_of(stats),
             device_written_bytes=disk.written_bytes,
             evicted_blocks=disk.evicted_blocks,
             readmitted_blocks=disk.readmitted_blocks,
@@ -113,7 +113,7 @@ def open_redis(settings: RedisSettings, clock: Clock) -> OpenedTier:
     def describe(stats: LowerStats) -> RedisStats:
         redis = tier.snapshot()
         return RedisStats(
-            **_fields(stats),
+            **fields_of(stats),
             damaged_blocks=redis.damaged,
             connections=redis.connections,
             connects=redis.connects,
@@ -138,7 +138,3 @@ def open_redis(settings: RedisSettings, clock: Clock) -> OpenedTier:
         f"{', '.join(settings.url)} ({settings.mode}), "
         + (f"epoch {tier.epoch}" if tier.is_joined else "which cannot be used yet"),
     )
-
-
-def _fields(stats: LowerStats) -> dict[str, Any]:
-    return {field.name: getattr(stats, field.name) for field in fields(stats)}

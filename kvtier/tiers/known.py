@@ -57,5 +57,7 @@ class KnownBlocks:
                 self._heard_at.pop(key, None)
 
     def clear(self) -> None:
+        """Nothing is known. What was goes after the lock is given back: that takes milliseconds."""
         with self._lock:
-            self._heard_at.clear()
+            known, self._heard_at = self._heard_at, OrderedDict()
+        known.clear()
