@@ -218,6 +218,7 @@ class GuardedTier(TierWrapper):
             for call in new:
                 call.tripped = True
                 call.permit.overdue()
+            self._is_told_sick |= bool(new)  # by the line below
         if new:
             logger.warning(
                 "the %s tier: %d calls have not come back in %g s; it is left alone for a while",
