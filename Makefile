@@ -1,6 +1,6 @@
 # Every target makes .venv once and reuses it; a change of pyproject.toml installs again.
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check pytest mutants test-vllm test-vllm-versions test-vllm-unless-skipped soak bench bench-vllm bugs rules redis-server
+.PHONY: help venv demo test check pytest mutants test-vllm test-vllm-versions test-vllm-unless-skipped soak fuzz bench bench-vllm bugs rules redis-server
 
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$python && break; done)
@@ -20,6 +20,7 @@ VLLM_ENV := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_ENABLE_V1_MULTIPROCESSIN
 # One thread: small matrices gain nothing from more, and sums come out in one order.
 ONE_THREAD := OMP_NUM_THREADS=1
 SOAK_SECONDS := 240
+FUZZ_SECONDS := 60
 
 help:
 	@echo 'make demo   chat sessions on a real model, their KV stored in host memory and on disk, and restored'
@@ -28,6 +29,7 @@ help:
 	@echo 'make test-vllm  the vLLM plug-in, in vLLM on a CPU, in $(VLLM_VENV); KVTIER_SKIP_VLLM=1 leaves it out of make test'
 	@echo 'make test-vllm-versions  of these, what needs only vLLM'\''s scheduler, in: $(VLLM_OTHERS)'
 	@echo 'make soak   faults, kills and random traffic for $(SOAK_SECONDS) s a test, half an hour at most'
+	@echo 'make fuzz   bytes for the protocol of kvtier-server, chosen by coverage, for $(FUZZ_SECONDS) s; where atheris has a wheel'
 	@echo 'make bench  what storing, restoring, looking up and a step cost; agents under pressure, restore or recompute'
 	@echo 'make bench-vllm  what a restore is worth in vLLM, and what the plug-in costs; in $(VLLM_VENV)'
 	@echo 'make mutants  small faults, put into the code one at a time: each must make a test fail'
@@ -118,6 +120,12 @@ endif
 
 soak: $(STAMP) redis-server
 	$(ONE_THREAD) timeout 1800 $(BIN)/python -m pytest -m soak --soak-seconds $(SOAK_SECONDS) --timeout 900
+
+# What it finds is written to build/fuzz, beside the inputs that reached something new: the next run begins with those.
+fuzz: $(STAMP)
+	@$(BIN)/python -c 'import atheris' 2>/dev/null || { echo 'atheris has no wheel for this Python or machine' >&2; exit 1; }
+	@mkdir -p build/fuzz/wire
+	$(BIN)/python -m tests.fuzz.fuzz_wire build/fuzz/wire -max_total_time=$(FUZZ_SECONDS) -max_len=200000 -artifact_prefix=build/fuzz/
 
 bench: $(STAMP) redis-server
 	$(BIN)/kvtier bench tiers --tier host --shape llama8b

@@ -14,7 +14,7 @@ from kvtier.errors import ConfigError, TierError
 from kvtier.executor import Executor
 from kvtier.lower import LowerTier
 from kvtier.metrics import LowerStats
-from kvtier.opened import OpenedTier, open_disk, open_redis
+from kvtier.opened import OpenedTier, open_disk, open_redis, open_server
 from kvtier.pool import HostPool
 from kvtier.staging import Stager
 from kvtier.tiers.host import HostTier
@@ -34,6 +34,8 @@ def open_tiers(settings: Settings, clock: Clock, files: Files | None = None) -> 
     try:
         if settings.disk.path:
             opened.append(open_disk(settings.disk, clock, files))
+        if settings.server.url:
+            opened.append(open_server(settings.server, clock))
         if settings.redis.url:
             opened.append(open_redis(settings.redis, clock))
         _agree(opened)

@@ -141,6 +141,14 @@ class RestoreCosts:
         prober: takes the probes that the choice implies; `release` when it is over. max_stage_s: what takes longer to
         stage is not begun: it would be given up.
         """
+        best, _ = self.weigh(position, parts, prober, max_stage_s)
+        self._take_probes(parts, best.num_blocks, prober)
+        return best
+
+    def weigh(
+        self, position: int, parts: Sequence[TierPart], prober: object, max_stage_s: float = inf
+    ) -> tuple[Choice, float]:
+        """What `choose` would say, and the seconds that it saves; inf before computing was measured. Pure."""
         backlog_s = self._prefill.backlog(self.backlog_tokens) or 0.0
         best, best_gain_s = Choice(0, None), 0.0
         num_blocks = 0
@@ -153,13 +161,12 @@ class RestoreCosts:
             stage_s, landing_s, is_known = self._restore_s(reads, num_blocks, prober)
             choice = Choice(num_blocks, stage_s + landing_s if is_known else None)
             if compute_s is None:
-                best = choice
+                best, best_gain_s = choice, inf
                 continue
             cost_s = max(0.0, stage_s - backlog_s) + landing_s
             if stage_s <= max_stage_s and cost_s * self._factor < compute_s and compute_s - cost_s > best_gain_s:
                 best, best_gain_s = choice, compute_s - cost_s
-        self._take_probes(parts, best.num_blocks, prober)
-        return best
+        return best, best_gain_s
 
     def release(self, prober: object) -> None:
         """Its probes are over, measured or not."""

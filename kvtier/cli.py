@@ -1,4 +1,4 @@
-"""The command line: `kvtier config`, `ls`, `verify`, and what installed packages register under `kvtier.commands`.
+"""The command line: `kvtier config`, what asks a daemon or a directory, and what packages add as `kvtier.commands`.
 
 An entry point of that group names a `typer.Typer` or a function with annotated parameters. It is imported when its
 command runs, so listing the commands imports neither torch nor the packages that stand on the core.
@@ -17,7 +17,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from kvtier import __version__, disk_commands
+from kvtier import __version__, live_commands
 from kvtier.errors import KVTierError
 
 __all__ = ["COMMAND_GROUP", "build_app", "main"]
@@ -92,8 +92,9 @@ def build_app(commands: Iterable[EntryPoint]) -> typer.Typer:
     )
     app.callback()(_root)
     app.command("config")(_config)
-    app.command("ls")(disk_commands.ls)
-    app.command("verify")(disk_commands.verify)
+    live = live_commands
+    for own in (live.ping, live.stat, live.top, live.ls, live.flush, live.verify):
+        app.command(own.__name__)(own)
     for command in sorted(commands, key=lambda command: command.name):
         _register(app, command)
     return app
@@ -116,11 +117,14 @@ def _root(
     """Options that stand before a subcommand."""
 
 
-def _config(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+def _config(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    defaults: Annotated[bool, typer.Option("--defaults", help="Leave file and environment out.")] = False,
+) -> None:
     """Show every setting in effect and where it comes from."""
     from kvtier.config import MemorySnapshot, load_settings_with_sources
 
-    loaded = load_settings_with_sources()
+    loaded = load_settings_with_sources(env={} if defaults else None)
     memory = MemorySnapshot.read()
     pool_bytes = loaded.settings.host.pool_bytes(memory)
     values = {
@@ -133,12 +137,15 @@ def _config(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON
         typer.echo(json.dumps({"settings": settings, "host_pool_bytes": pool_bytes}, indent=2))
         return
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("setting", "value", "source")
+    table = Table(*(Column(title, overflow="fold") for title in ("setting", "value", "source")))
     for name, value in values.items():
         table.add_row(name, _as_written(value), loaded.sources[name])
     console = Console()
+    if not console.is_terminal:  # as wide as it is: nothing is cut where a program reads it
+        options = console.options.update(max_width=1 << 16)
+        console.width = max(console.width, console.measure(table, options=options).maximum)
     console.print(table)
     console.print(f"Host pool of one engine: {pool_bytes / 2**30:.2f} GiB ({memory.describe()})", soft_wrap=True)
 

@@ -1,4 +1,4 @@
-"""`kvtier ls` and `kvtier verify`: what a disk tier's directory holds, looked at while no process uses it."""
+"""`kvtier ls` and `kvtier verify` of a directory: what a disk tier left there, while no process uses it."""
 
 from __future__ import annotations
 

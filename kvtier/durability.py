@@ -28,15 +28,15 @@ class Durability:
         return not self.lost
 
 
-class _Watch:
-    __slots__ = ("is_open", "lost", "num_blocks", "pending", "ticket")
+class _Watch(Ticket[Durability]):
+    __slots__ = ("is_open", "lost", "num_blocks", "pending")
 
     def __init__(self, num_blocks: int, pending: set[Key]) -> None:
+        super().__init__()
         self.num_blocks = num_blocks
         self.pending = pending
         self.lost: dict[Key, DropReason | None] = {}
         self.is_open = True  # nobody has looked for the others yet
-        self.ticket: Ticket[Durability] = Ticket()
 
 
 class DurabilityWatches:
@@ -86,7 +86,20 @@ class DurabilityWatches:
             watch.lost.update(lost)
             watch.is_open = False
             self._resolve(watch)
-        return watch.ticket
+        return watch
+
+    def give_up(self, ticket: Ticket[Durability]) -> set[Key]:
+        """Answer a ticket of `watch` now, and remember it no longer; the blocks that are still on their way, which are
+        not among the lost."""
+        assert isinstance(ticket, _Watch), "a ticket of another's"
+        with self._lock:
+            pending, ticket.pending = ticket.pending, set()
+            for key in pending:
+                waiting = [watch for watch in self._watches.pop(key, ()) if watch is not ticket]
+                if waiting:
+                    self._watches[key] = waiting
+            self._resolve(ticket)
+        return pending
 
     def close(self) -> None:
         """Nothing arrives any more: whatever is on its way is lost."""
@@ -102,4 +115,4 @@ class DurabilityWatches:
     @staticmethod
     def _resolve(watch: _Watch) -> None:
         if not (watch.pending or watch.is_open):
-            watch.ticket.resolve(Durability(watch.num_blocks, watch.lost))
+            watch.resolve(Durability(watch.num_blocks, watch.lost))

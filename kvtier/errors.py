@@ -11,6 +11,7 @@ __all__ = [
     "KVTierError",
     "LayoutError",
     "LeaseError",
+    "ProtocolError",
     "TierError",
     "TokenError",
 ]
@@ -50,6 +51,11 @@ class IntegrityError(KVTierError, AssertionError):
 
 class FrameError(KVTierError, ValueError):
     """Bytes that are no frame, or a damaged one: a miss, wherever a tier meets them."""
+
+
+class ProtocolError(KVTierError, ValueError):
+    """What came on a connection between a client and kvtier-server is none of their messages, or not at its time; the
+    text says what came instead. The connection is of no use any more."""
 
 
 class TierError(KVTierError, RuntimeError):

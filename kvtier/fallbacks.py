@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from kvtier.clock import Clock
 from kvtier.reasons import MissReason
 
-__all__ = ["Fallback", "FallbackLog"]
+__all__ = ["UNKNOWN_TIER", "Fallback", "FallbackLog"]
 
 logger = logging.getLogger("kvtier.restore")
 
+UNKNOWN_TIER = "any"
 MAX_LINES = 10
 LINES_PERIOD_S = 1.0
 
@@ -68,12 +69,13 @@ class FallbackLog:
             self.num_held_back += 1
             return
         logger.warning(
-            "request %s: %d blocks, %d tokens, %s: not restored from tier %s (%s), waited %.3f s, limit %.3f s%s%s",
+            "request %s: %d blocks, %d tokens, %s: not restored from %s%s (%s), waited %.3f s, limit %.3f s%s%s",
             fallback.request_id,
             fallback.num_blocks,
             fallback.num_tokens,
             "are lost, and the request fails" if fallback.is_fatal else "are recomputed",
-            fallback.tier,
+            "" if fallback.tier == UNKNOWN_TIER else "tier ",
+            "any tier" if fallback.tier == UNKNOWN_TIER else fallback.tier,
             fallback.reason.value,
             fallback.waited_s,
             fallback.limit_s,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
+from itertools import repeat
 
 from kvtier.errors import IntegrityError
 
@@ -70,6 +71,15 @@ class BlockIndex:
                 break
             num_blocks += 1
         return num_blocks
+
+    def committed(self, namespace: bytes, digests: Sequence[bytes]) -> bytes:
+        """A byte for each block: 1 where it is committed, else 0."""
+        space = self._spaces.get(namespace)
+        if not space:
+            return bytes(len(digests))
+        if not self._num_reserved:  # as fast as Python can look them up
+            return bytes(map(space.__contains__, digests))
+        return bytes([packed & 1 for packed in map(space.get, digests, repeat(0))])
 
     def reserve(self, namespace: bytes, digest: bytes, slot: int) -> None:
         space = self._spaces.setdefault(namespace, {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -74,14 +74,15 @@ def locate(
     digests: Sequence[BlockDigest],
     max_reads: int,
     max_leased: int | None = None,
+    stuck: Collection[BlockDigest] = (),
 ) -> Located:
     """The leading blocks that some tier holds. Ends before more than `max_reads` would have to be read, and where any
-    is, behind `max_leased` blocks."""
+    is, behind `max_leased` blocks. stuck: blocks on their way to host memory that will hardly come."""
     num_host = host.committed_run(namespace, digests)
     found: list[Source | None] = [None] * num_host
     step, num_reads, num_gone, is_full = FIRST_LOOK, 0, 0, False
     while not (is_full or num_gone) and (asked := digests[len(found) : len(found) + step]):
-        here = _locate(host, lower, namespace, asked)
+        here = _locate(host, lower, namespace, asked, stuck)
         for source in here:
             num_reads += source is not None
             is_over = max_leased is not None and len(found) >= max_leased
@@ -94,9 +95,15 @@ def locate(
     return Located(digests[: len(found)], found, num_host, is_full)
 
 
-def is_known(host: HostTier, lower: Sequence[Source], namespace: bytes, digests: Sequence[BlockDigest]) -> list[bool]:
-    """Which blocks are in host memory, or on their way there, or known to be in a lower tier."""
-    known = [state is not None for state in host.states(namespace, digests)]
+def is_known(
+    host: HostTier,
+    lower: Sequence[Source],
+    namespace: bytes,
+    stuck: Collection[BlockDigest],
+    digests: Sequence[BlockDigest],
+) -> list[bool]:
+    """Which blocks are in host memory, or on their way there and not stuck, or known to be in a lower tier."""
+    known = [state is not None for state in _states(host, namespace, digests, stuck)]
     keys = [make_key(namespace, digest) for digest in digests]
     for source in lower:
         if source.is_available:
@@ -104,10 +111,27 @@ def is_known(host: HostTier, lower: Sequence[Source], namespace: bytes, digests:
     return known
 
 
-def _locate(
-    host: HostTier, lower: Sequence[Source], namespace: bytes, digests: Sequence[BlockDigest]
-) -> list[Source | None]:
+def _states(
+    host: HostTier, namespace: bytes, digests: Sequence[BlockDigest], stuck: Collection[BlockDigest]
+) -> list[BlockState | None]:
+    """As host memory says; None too for what is stuck on its way there."""
     states = host.states(namespace, digests)
+    if not stuck:
+        return states
+    return [
+        None if state is BlockState.RESERVED and digest in stuck else state
+        for digest, state in zip(digests, states, strict=True)
+    ]
+
+
+def _locate(
+    host: HostTier,
+    lower: Sequence[Source],
+    namespace: bytes,
+    digests: Sequence[BlockDigest],
+    stuck: Collection[BlockDigest],
+) -> list[Source | None]:
+    states = _states(host, namespace, digests, stuck)
     missing = [index for index, state in enumerate(states) if state is not BlockState.COMMITTED]
     holders: dict[int, Source] = {}
     for source in lower:

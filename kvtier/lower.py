@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from kvtier.breaker import Breaker, BreakerSnapshot
 from kvtier.clock import Clock
@@ -38,6 +39,7 @@ RESET_TIMEOUT_S = 10.0
 POLL_S = 0.1
 MIN_CLOSE_S = 0.5
 MIN_PROBE_S = 0.01
+UNLIMITED_RATE = 1e15  # bytes a second
 MAX_USES = 256  # prompts whose uses wait to be noted; beyond it the oldest are forgotten
 
 
@@ -102,6 +104,7 @@ class LowerTier:
             # A rate is kept by waiting on a thread: one waits, and the others are there for reads.
             max_jobs=1 if self._throttle is not None else limits.writers,
             known=None if self._known is None else self._known.held,
+            is_available=lambda: self.is_available,
         )
 
     @property
@@ -245,6 +248,14 @@ class LowerTier:
                 f"the {self.name} tier could not remember the reset ({failures[0]}): this process uses none of its "
                 f"older blocks, a later one might; reset again, or empty it, before a restart"
             ) from failures[0]
+
+    def set_max_write_rate(self, rate: int | Literal["off"]) -> bool:
+        """Write so many bytes a second at most from now on. False, and nothing is changed, where it was opened without
+        a rate: its threads are shared out in another way then. Any thread."""
+        if self._throttle is None:
+            return False
+        self._throttle.set_rate(UNLIMITED_RATE if rate == "off" else rate)
+        return True
 
     def flush(self, timeout: float) -> int:
         """Wait until what is due is written, at most `timeout` seconds; how many blocks are not."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import logging
 import mmap
 import os
@@ -20,6 +21,8 @@ __all__ = ["PAGE_BYTES", "MlockPinner", "Pinner", "PoolMemory"]
 
 PAGE_BYTES = 4096
 CHUNK_BYTES = 16 << 20  # one touch: short enough to stop within tens of milliseconds
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""Who is given the descriptor can cut nothing off under those that have it mapped, which would end them."""
 MADV_POPULATE_WRITE = 23  # Linux 5.14; makes pages present and writable and leaves their content alone
 
 logger = logging.getLogger("kvtier.memory")
@@ -78,10 +81,11 @@ class PoolMemory:
                 os.close(fd)
             raise ConfigError(f"host.size must be at least one page ({PAGE_BYTES} bytes), not {nbytes}")
         self.nbytes = nbytes - nbytes % PAGE_BYTES
-        self.fd = os.memfd_create("kvtier-pool", os.MFD_CLOEXEC) if fd is None else fd
+        self.fd = os.memfd_create("kvtier-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) if fd is None else fd
         try:
             if fd is None:
                 os.ftruncate(self.fd, self.nbytes)
+                fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
             self._map = mmap.mmap(self.fd, self.nbytes)
         except (OSError, ValueError, OverflowError) as error:
             os.close(self.fd)
@@ -99,7 +103,7 @@ class PoolMemory:
         if pin == "require":
             self._pin_all()
         if touch:
-            self._thread = self._start_touching()
+            self.start_touching()
 
     @property
     def buffer(self) -> npt.NDArray[np.uint8]:
@@ -115,6 +119,10 @@ class PoolMemory:
     @property
     def pinned_bytes(self) -> int:
         return self._pinned
+
+    def start_touching(self) -> None:
+        """Have the pages made in the background, from now on. Once; returns at once."""
+        self._thread = self._start_touching()
 
     def wait_touched(self, timeout: float) -> bool:
         """Block until every page is there, at most `timeout` seconds; for benchmarks and tests."""

@@ -23,6 +23,7 @@ __all__ = [
     "RemoteStats",
     "RestoreStatus",
     "RestoreTally",
+    "ServerStats",
     "StatsSnapshot",
     "StoreCounters",
     "fields_of",
@@ -217,6 +218,24 @@ class RedisStats(RemoteStats):
     """What the servers say that they use, for whomever, as last asked."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerStats(RemoteStats):
+    """One moment of the tier over a kvtier-server."""
+
+    damaged_blocks: int
+    """Blocks that were not what had been stored; the server was told to forget each."""
+    connections: int
+    """Connections open now."""
+    connects: int
+    """Connections made."""
+    disconnects: int
+    """Connections closed because something was wrong with them."""
+    refusals: Mapping[str, int]
+    """Calls that came to nothing, by the server's code for it, or timeout, connection or protocol."""
+    mapped_bytes: int
+    """Memory of the server that is mapped here."""
+
+
 @dataclass(frozen=True, slots=True)
 class RestoreStatus:
     """One moment of the restore decision. Counters run from its making; nothing is ever negative."""
@@ -334,6 +353,8 @@ class StatsSnapshot:
     """Bytes of host memory that reads of lower tiers may write now."""
     disk: DiskStats | None = None
     """The disk tier; None without one."""
+    server: ServerStats | None = None
+    """The tier over a kvtier-server; None without one."""
     redis: RedisStats | None = None
     """The Redis tier; None without one."""
 

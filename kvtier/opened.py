@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from kvtier.clock import Clock
-from kvtier.config import DiskSettings, RedisSettings
+from kvtier.config import DiskSettings, RedisSettings, ServerSettings
+from kvtier.errors import ConfigError
 from kvtier.keys import Key
-from kvtier.metrics import DiskStats, LowerStats, RedisStats, fields_of
+from kvtier.metrics import DiskStats, LowerStats, RedisStats, ServerStats, fields_of
 from kvtier.tiers.base import Tier
 from kvtier.tiers.watched import OnGone
 
 if TYPE_CHECKING:
     from kvtier.tiers.disk import Files
 
-__all__ = ["OpenedTier", "TierLimits", "open_disk", "open_redis"]
+__all__ = ["OpenedTier", "TierLimits", "open_disk", "open_redis", "open_server"]
 
 MAX_REMOTE_COOLDOWN_S = 5.0
 """A remote tier is asked again at least so often: nobody waits for the answer."""
@@ -137,4 +138,44 @@ def open_redis(settings: RedisSettings, clock: Clock) -> OpenedTier:
         describe,
         f"{', '.join(settings.url)} ({settings.mode}), "
         + (f"epoch {tier.epoch}" if tier.is_joined else "which cannot be used yet"),
+    )
+
+
+def open_server(settings: ServerSettings, clock: Clock) -> OpenedTier:
+    """The server tier of these settings. Waits for the server at most `server.timeout_s`; one that does not answer is
+    joined later. Raises ConfigError for settings that can be known to be wrong without it."""
+    try:
+        from kvtier.tiers.server import ServerTier  # and with it msgspec, which few installations have
+    except ModuleNotFoundError as error:
+        if error.name != "msgspec":
+            raise
+        raise ConfigError("server.url is set, but msgspec is not installed: pip install 'kvtier[server]'") from error
+
+    tier = ServerTier(settings, clock)
+
+    def describe(stats: LowerStats) -> ServerStats:
+        server = tier.snapshot()
+        return ServerStats(
+            **fields_of(stats),
+            damaged_blocks=server.damaged,
+            connections=server.connections,
+            connects=server.connects,
+            disconnects=server.disconnects,
+            refusals=server.errors,
+            mapped_bytes=server.mapped_bytes,
+        )
+
+    return OpenedTier(
+        tier,
+        TierLimits(
+            writers=max(1, settings.connections - 1),
+            timeout_s=settings.timeout_s,
+            max_cooldown_s=MAX_REMOTE_COOLDOWN_S,
+            min_uses=settings.min_uses,
+            max_write_rate=settings.max_write_rate,
+        ),
+        tier.check_block,
+        describe,
+        f"{settings.url}, "
+        + (f"{tier.snapshot().server}, epoch {tier.epoch}" if tier.is_joined else "which cannot be used yet"),
     )

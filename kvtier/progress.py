@@ -8,7 +8,7 @@ from kvtier.choice import RestoreCosts
 from kvtier.clock import Clock
 from kvtier.config import RestoreSettings
 from kvtier.episode import ACTIVE, HOST, SEARCHING, Cause, RestoreEpisode, RestorePhase, RestoreQuery
-from kvtier.fallbacks import Fallback, FallbackLog
+from kvtier.fallbacks import UNKNOWN_TIER, Fallback, FallbackLog
 from kvtier.metrics import RestoreTally
 from kvtier.reasons import MissReason
 from kvtier.waits import CapacityWaits
@@ -19,7 +19,6 @@ FIRST_WAIT_S = 1.0
 """The most that is waited while it is not known what computing takes."""
 LANDING_SHARE = 0.25
 """The part of the budget that lookups and stages leave to the copy: what came by then shall still land."""
-UNKNOWN_TIER = "any"
 
 UNASKED = frozenset({MissReason.NOT_STAGED, MissReason.LIMIT, MissReason.RESTORE_OFF, MissReason.COST})
 """Why a stage may end short without having failed: nothing was waited for in vain."""
@@ -173,6 +172,14 @@ class RestoreProgress:
         episode.is_expired = True
         self.tell(episode)
 
+    def why_short(self, episode: RestoreEpisode, num_found: int, num_blocks: int) -> MissReason | None:
+        """Why not the block behind those that may be restored, where cost is not the reason."""
+        if num_blocks == episode.max_blocks:
+            return MissReason.LIMIT if episode.is_limited else None
+        if num_blocks < num_found:
+            return MissReason.NOT_STAGED
+        return None if episode.cause is None else episode.cause.reason
+
     def fail(self, episode: RestoreEpisode, num_blocks: int, reason: MissReason, tier: str) -> None:
         """A stage or a copy failed: look again, or go on with the leading blocks that are in host memory."""
         is_failure = episode.phase is RestorePhase.LANDING or reason in FAILURES
@@ -200,7 +207,10 @@ class RestoreProgress:
 
     def enter(self, episode: RestoreEpisode, phase: RestorePhase, limit_s: float = inf) -> None:
         self.leave(episode)
-        episode.enter(phase, self._clock.now(), limit_s, self._budget_s(phase))
+        budget_s = self._budget_s(phase)
+        if phase is RestorePhase.LANDING:  # the step that ended its stage may have come late: the share is kept
+            budget_s = max(budget_s, episode.active_s + self._settings.episode_budget_s * LANDING_SHARE)
+        episode.enter(phase, self._clock.now(), limit_s, budget_s)
         self.tally.num_active += phase in ACTIVE
 
     def leave(self, episode: RestoreEpisode) -> None:
@@ -249,7 +259,8 @@ class RestoreProgress:
 
     def _cause(self, episode: RestoreEpisode, reason: MissReason, tier: str) -> Cause:
         if reason in (MissReason.BUDGET, MissReason.LAND_FAILED):
-            return Cause(reason, tier, episode.active_s, self._budget_s(episode.phase))
+            phase = RestorePhase.LANDING if tier == HOST else RestorePhase.STAGING  # it may be over by now
+            return Cause(reason, tier, episode.active_s, self._budget_s(phase))
         return Cause(reason, tier, episode.waited_s, episode.limit_s)
 
     def _budget_s(self, phase: RestorePhase) -> float:

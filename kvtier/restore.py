@@ -109,6 +109,12 @@ class RestoreDecision:
         self._progress.over(episode, "lost blocks that the engine had", is_final=False)
         return self._progress.begin(query, attempts, episode)
 
+    def worth(self, episode: RestoreEpisode, parts: Sequence[TierPart]) -> tuple[int, float]:
+        """Of these blocks, as for `answered`, how many it would go for, and the seconds that this saves. Pure."""
+        parts = clip(parts, episode.max_blocks, is_host_only=not episode.max_wait_s)
+        choice, gain_s = self._costs.weigh(episode.position, parts, episode, self._progress.most_s(episode))
+        return choice.num_blocks, gain_s
+
     def answered(
         self, episode: RestoreEpisode, parts: Sequence[TierPart], unanswered: MissReason | None = None
     ) -> RestorePhase:
@@ -332,7 +338,8 @@ class RestoreDecision:
         choice = self._costs.choose(episode.position, parts, episode, self._progress.most_s(episode))
         num_blocks = choice.num_blocks
         self._progress.go_for(episode, num_blocks)
-        episode.miss = MissReason.COST if num_blocks < num_held else self._miss(episode, found, num_held) or unanswered
+        short = self._progress.why_short(episode, num_blocks_of(found), num_held)
+        episode.miss = MissReason.COST if num_blocks < num_held else short or unanswered
         episode.parts = clip(parts, num_blocks)
         episode.num_host = num_leading_host(episode.parts)
         episode.predicted_s = choice.predicted_s
@@ -353,14 +360,6 @@ class RestoreDecision:
         if episode.phase is RestorePhase.STAGING and not episode.allowed_s:  # earlier attempts took all of it
             self._progress.stage_over(episode, episode.num_host, episode.time_over)
         return episode.phase
-
-    def _miss(self, episode: RestoreEpisode, found: Sequence[TierPart], num_blocks: int) -> MissReason | None:
-        """Why not the block behind those that may be restored, where cost is not the reason."""
-        if num_blocks == episode.max_blocks:
-            return MissReason.LIMIT if episode.is_limited else None
-        if num_blocks < num_blocks_of(found):
-            return MissReason.NOT_STAGED
-        return None if episode.cause is None else episode.cause.reason
 
     def _advance(self, episode: RestoreEpisode, num_blocks: int) -> None:
         """The engine has so many blocks more."""

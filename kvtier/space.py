@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -113,17 +113,18 @@ class Space:
             return MissReason.TIER_DOWN  # it may hold it, and nobody can ask
         return miss
 
-    def locate(self, digests: Sequence[BlockDigest]) -> Located:
-        """Which tier holds each of a prompt's leading blocks, of lower tiers' only what half the host pool takes. Pure,
-        as `lookup`; `stage` can begin with the answer."""
+    def locate(self, digests: Sequence[BlockDigest], last: Collection[str] = ()) -> Located:
+        """Which tier holds each of a prompt's leading blocks, of lower tiers' only what half the host pool takes: the
+        first in their order that does and may be asked now. last: tiers that are taken only where no other holds a
+        block. Pure, as `lookup`; `stage` can begin with the answer."""
         self._store.check_usable()
-        return self._store.stager.locate(self.digest, digests, self.block_bytes, self.capacity_blocks // 2)
+        return self._store.stager.locate(self.digest, digests, self.block_bytes, self.capacity_blocks // 2, last)
 
-    def ask(self, digests: Sequence[BlockDigest], found: Located) -> list[Question]:
-        """Begin to ask remote tiers for those of these blocks that `locate` did not find; none where there is nothing
-        to ask, or nobody. Never blocks. Once all are done `locate` knows what they answered."""
+    def ask(self, digests: Sequence[BlockDigest], found: Located, last: Collection[str] = ()) -> list[Question]:
+        """Begin to ask remote tiers for those of these blocks that `locate` did not find, or only in the `last`; none
+        where there is nothing to ask, or nobody. Never blocks. Once all are done `locate` knows what they answered."""
         self._store.check_usable()
-        return self._store.stager.ask(self.digest, digests, self.block_bytes, found)
+        return self._store.stager.ask(self.digest, digests, self.block_bytes, found, last)
 
     def wait_durable(self, digests: Sequence[BlockDigest], tier: str) -> Ticket[Durability]:
         """A ticket that is answered once none of these blocks is on its way to that lower tier: whether all are there,

@@ -26,6 +26,10 @@ OUTCOME_TO_REASON = {
 }
 
 
+OF_THE_TIER = frozenset(OUTCOME_TO_REASON.values())
+"""Why a read came to nothing where another tier may do better."""
+
+
 class StageKeeper(Protocol):
     """What a stage asks of whoever began it."""
 
@@ -53,12 +57,16 @@ class StageRead:
     is_read: bool = False
     num_live: int = 0
     """Of the waiters, those whose stage has not ended."""
+    is_replaced: bool = False
+    """The block is read otherwise since, for its tier seemed to give nothing back: what comes of this is dropped."""
     is_abandoned: bool = False
     """Nobody waited for it at some time since: it counts no more against what stages may have under way."""
     reservation: Reservation | None = None
     guard: Lease | None = None
     """Keeps the block in host memory until every waiter has its own lease."""
     failure: MissReason | None = None
+    awaits: StageRead | None = None
+    """It ended, and comes to host memory behind this one."""
     after: list[StageRead] = field(default_factory=list)
     """Reads of blocks that follow this one's, which ended before it."""
 
@@ -87,10 +95,15 @@ class ReadBudget:
         self.abandoned_bytes = 0
 
     @property
+    def is_still(self) -> bool:
+        """None of its reads has ended of late."""
+        return self._clock.now() - self._moved_at >= LOST_S
+
+    @property
     def is_lost(self) -> bool:
         """So much was abandoned that nothing more is begun, and none of it comes back: a tier that is only slow gives
         back."""
-        return self.abandoned_bytes > self._max_bytes and self._clock.now() - self._moved_at >= LOST_S
+        return self.abandoned_bytes > self._max_bytes and self.is_still
 
     def can_begin(self, nbytes: int) -> bool:
         """One alone may, however large."""
@@ -154,6 +167,7 @@ class Stage:
         "_done",
         "_end",
         "_ended_at",
+        "_failed_tier",
         "_first",
         "_keeper",
         "_left",
@@ -165,6 +179,7 @@ class Stage:
         "_parent",
         "_pending",
         "_sources",
+        "client",
         "name",
         "tenant",
         "tiers",
@@ -184,6 +199,7 @@ class Stage:
         owner: Owner,
         num_held: int,
         tenant: str = "",
+        client: str = "",
     ) -> None:
         """sources: where each block is to be read from; None for one that is in host memory, or coming there.
 
@@ -191,6 +207,7 @@ class Stage:
         """
         self.name = name
         self.tenant = tenant
+        self.client = client
         self._keeper = keeper
         self._namespace = namespace
         self._digests = digests
@@ -209,6 +226,7 @@ class Stage:
         self._first = num_held  # no block before this one is pending
         self._arrived: Counter[str] = Counter()
         self._miss: MissReason | None = None
+        self._failed_tier: str | None = None
         self._done = False
 
     @property
@@ -219,6 +237,11 @@ class Stage:
     def miss(self) -> MissReason | None:
         """Why it ended short; None while it runs, and when every block came."""
         return self._miss
+
+    @property
+    def failed_tier(self) -> str | None:
+        """The tier that did not give the block at which it ended short; None where that is no tier's fault."""
+        return self._failed_tier
 
     @property
     def digests(self) -> Sequence[BlockDigest]:
@@ -267,18 +290,35 @@ class Stage:
             self._first += 1
         return self._first
 
+    def join(self, read: StageRead) -> None:
+        """Wait for a read of its next block: of that read's tier, whichever it would have asked. Under the stager's
+        lock."""
+        read.waiters.append((self, self._next))
+        read.num_live += 1
+        self._pending.add(self._next)
+        own = self._sources[self._next]
+        if own is not read.source:
+            self._sources[self._next] = read.source
+            self._left[read.source] += 1
+            if own is not None:
+                self._leave(own)
+
+    def _leave(self, source: Source) -> None:
+        self._left[source] -= 1
+        if not self._left[source]:
+            del self._left[source]
+
     def note_end(self, read: StageRead, index: int) -> None:
         """The read of its block at `index` ended; under the stager's lock."""
         self._pending.discard(index)
         source = self._sources[index]
         if source is not None:
-            self._left[source] -= 1
-            if not self._left[source]:
-                del self._left[source]
+            self._leave(source)
         if self._done:
             return
         if read.failure is not None and index < self._end:
             self._end, self._miss = index, read.failure
+            self._failed_tier = read.source.name if read.failure in OF_THE_TIER else None
         elif read.failure is None and read.reservation is not None:
             self._arrived[read.source.tier.name] += 1
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 
 from kvtier.clock import Clock
 from kvtier.errors import ClosedError
@@ -109,32 +109,62 @@ class Stager:
 
     # ---- the engine's side ---------------------------------------------------------------------------------------
 
+    @property
+    def sources(self) -> Sequence[Source]:
+        """The lower tiers, in the order in which they are asked."""
+        return self._sources
+
     def locate(
-        self, namespace: bytes, digests: Sequence[BlockDigest], nbytes: int, max_leased: int | None = None
+        self,
+        namespace: bytes,
+        digests: Sequence[BlockDigest],
+        nbytes: int,
+        max_leased: int | None = None,
+        last: Collection[str] = (),
     ) -> Located:
         """Where the leading blocks are that some tier holds, as far as one stage could bring them. Pure.
 
-        max_leased: no block behind so many is to be read.
+        max_leased: no block behind so many is to be read. last: tiers that serve only what no other holds; so does one
+        that gives nothing back.
         """
-        return locate(self._host, self._sources, namespace, digests, self._max_blocks_of(nbytes), max_leased)
+        last, stuck = self._distrust(namespace, last)
+        sources = sorted(self._sources, key=lambda source: source.name in last)
+        return locate(self._host, sources, namespace, digests, self._max_blocks_of(nbytes), max_leased, stuck)
 
-    def ask(self, namespace: bytes, digests: Sequence[BlockDigest], nbytes: int, found: Located) -> list[Question]:
-        """Ask the remote tiers for what `locate` did not find of these, if there is anything to ask. Never blocks;
-        listeners are told when one has answered."""
-        sources = self._sources
-        remote = [source for source in sources if source.is_remote and source.is_available]
-        start = len(found.digests)
-        if not remote or found.is_cut or start == len(digests):
-            return []
-        wanted = digests[start : start + self._max_blocks_of(nbytes)]
-
-        def is_elsewhere(asked: Sequence[BlockDigest]) -> list[bool]:
-            return is_known(self._host, sources, namespace, asked)
-
-        questions = [Question(source, namespace, wanted, is_elsewhere, self._tell_listeners) for source in remote]
+    def ask(
+        self,
+        namespace: bytes,
+        digests: Sequence[BlockDigest],
+        nbytes: int,
+        found: Located,
+        last: Collection[str] = (),
+    ) -> list[Question]:
+        """Ask the remote tiers for what `locate` did not find of these, or found only in the `last` of them, if there
+        is anything to ask. Never blocks; listeners are told when one has answered."""
+        last, stuck = self._distrust(namespace, last)
+        questions: list[Question] = []
+        for source in self._sources:
+            known = [each for each in self._sources if each is source or each.name not in last]
+            start = next((i for i, each in enumerate(found.sources) if each not in (None, *known)), len(found.digests))
+            is_over = start == len(digests) or (found.is_cut and start == len(found.digests))
+            if is_over or not (source.is_remote and source.is_available):
+                continue
+            wanted = digests[start : start + self._max_blocks_of(nbytes)]
+            is_elsewhere = partial(is_known, self._host, known, namespace, stuck)
+            questions.append(Question(source, namespace, wanted, is_elsewhere, self._tell_listeners))
         for question in questions:
             question.begin()
         return questions
+
+    def _distrust(self, namespace: bytes, names: Collection[str]) -> tuple[Collection[str], Collection[BlockDigest]]:
+        """These tiers and those that give nothing back; and blocks that are being read from such, or from sick ones."""
+        sick = self._sick()
+        with self._lock:
+            lost = {source.name for source in self._sources if self._queue.is_lost(source)}
+            return {*names, *lost}, self._queue.stuck(namespace, sick)
+
+    def _sick(self) -> Collection[Source]:
+        return {source for source in self._sources if not source.is_available}
 
     def queued_bytes(self, source: Source) -> int:
         """Bytes that a tier is to read before those of a stage that begins now. O(stages that run)."""
@@ -151,12 +181,14 @@ class Stager:
         max_wait_s: float,
         found: Located | None = None,
         tenant: str = "",
+        client: str = "",
     ) -> Stage | None:
         """Begin to bring the leading blocks that some tier holds to host memory; None if a lower tier has none of them.
 
         parent: the block before the first, None when that begins its chain. nbytes: a block's length. found: what
         `locate` found of these digests, so that nothing is looked up again. The leading blocks that host memory holds
-        are leased too, and count as used. tenant: who is charged for those that come.
+        are leased too, and count as used. tenant: who is charged for those that come. client: who takes turns
+        with others; the engine of a store of its own is the only one.
         """
         if self._closed or max_wait_s <= 0:
             return None
@@ -170,8 +202,9 @@ class Stager:
             return None
         digests, sources = digests[:num_blocks], list(sources[:num_blocks])
         now = self._clock.now()
+        deadline = now + max_wait_s
         stage = Stage(
-            self, name, namespace, digests, parent, nbytes, sources, now, now + max_wait_s, owner, num_held, tenant
+            self, name, namespace, digests, parent, nbytes, sources, now, deadline, owner, num_held, tenant, client
         )
         with self._lock:
             closed = self._closed
@@ -209,7 +242,7 @@ class Stager:
                 self._queue.cut(stage, MissReason.TIMEOUT)
         self._complete(queued)
         with self._lock:
-            idle = not self._queue.reads
+            idle = not self._queue.under_way()
         if idle:
             self._owner.close()
         if running:
@@ -229,9 +262,13 @@ class Stager:
             num_begun += self._submit(reads)  # one refused ends its stage, and pumps nothing on
 
     def _take(self) -> list[StageRead]:
+        sick = self._sick()
         with self._lock:
-            reads, was_refused = self._queue.take()
-        if was_refused:
+            reads, replaced, was_refused = self._queue.take(sick)
+        for read in replaced:
+            if read.reservation is not None:  # its slot stays leased until the device lets go of it
+                self._host.withdraw(read.reservation)
+        if was_refused or replaced:
             self._tell_listeners()
         return reads
 
@@ -270,7 +307,7 @@ class Stager:
         failure: MissReason | None = None
         for read in reads:
             # Behind a block without a slot, a slot would serve nobody and cost someone's block.
-            failure = read.failure = failure or self._reserve(read)
+            failure = read.failure = failure or (MissReason.TIER_DOWN if read.is_replaced else self._reserve(read))
         filled = [(read, read.reservation) for read in reads if read.reservation is not None]
         if not filled:
             return

@@ -15,7 +15,7 @@ from kvtier.executor import Executor
 from kvtier.keys import Namespace
 from kvtier.lower import LowerTier
 from kvtier.memory import Pinner, PoolMemory
-from kvtier.metrics import DiskStats, RedisStats, StatsSnapshot, StoreCounters
+from kvtier.metrics import DiskStats, RedisStats, ServerStats, StatsSnapshot, StoreCounters
 from kvtier.opened import OpenedTier
 from kvtier.policy import policy_factory
 from kvtier.pool import HostPool
@@ -47,6 +47,7 @@ class Store:
         memory: MemorySnapshot | None = None,
         pinner: Pinner | None = None,
         touch: bool = True,
+        keeps_checksums: bool = False,
         clock: Clock | None = None,
         disk_executor: Executor | None = None,
         disk_files: Files | None = None,
@@ -54,7 +55,8 @@ class Store:
         """Open the pool, usable at once, and the disk tier, which takes as long as reading its indices does.
 
         Raises ConfigError for a size or a lock that the machine refuses, or a directory that cannot be used. memory:
-        what the size is checked against, read from the machine if not given. The rest is for tests.
+        what the size is checked against, read from the machine if not given. keeps_checksums: for a pool that other
+        processes map: blocks are told from what was written over them since. The rest is for tests.
         """
         if not isinstance(settings, Settings):
             raise ConfigError(f"settings must come from kvtier.config.load_settings, not {type(settings).__name__}")
@@ -79,7 +81,12 @@ class Store:
             self._memory = PoolMemory(pool_bytes, pin=host.pin, pinner=pinner, touch=touch)
             try:
                 self._pool = HostPool(self._memory, host.slab)
-                self._host = HostTier(self._pool, policy=policy_factory(host.policy), quotas=host.quotas)
+                self._host = HostTier(
+                    self._pool,
+                    policy=policy_factory(host.policy),
+                    quotas=host.quotas,
+                    keeps_checksums=keeps_checksums,
+                )
                 self._stager = Stager(self._host, self._pool, (), settings.restore.max_staging, self._clock)
                 self._below = LowerTiers(self._host, self._pool, self._stager, self._clock, settings.store.max_age_s)
                 for each in opened:
@@ -156,6 +163,13 @@ class Store:
         self.check_usable()
         if self._pool.capacity_slots(namespace.layout.block_bytes) < 1:
             raise LayoutError(f"host.size holds not one block of {namespace.layout.block_bytes} bytes; raise it")
+        slot_bytes = self._pool.slot_bytes(namespace.layout.block_bytes)
+        for tenant, quota in self._settings.host.quotas.items():
+            if quota < slot_bytes:
+                raise ConfigError(
+                    f"host.quotas: {tenant!r} may have {quota} bytes, and one block takes {slot_bytes} of the pool: "
+                    f"raise it, or leave {tenant!r} out"
+                )
         for lower in self.lower:
             lower.check_block(namespace.layout.block_bytes)
         return Space(self, namespace)
@@ -167,15 +181,27 @@ class Store:
         for lower tiers to remember it, for seconds at most each; raises TierError if one could not. This process is
         safe even then: it asks under the new epoch.
         """
+        return self._start_epoch(0)
+
+    def start_epoch(self, epoch: int) -> int:
+        """As `reset`, and the new epoch is `epoch` at least; returns which it is."""
+        self._start_epoch(epoch)
+        return self._epoch
+
+    def _start_epoch(self, at_least: int) -> int:
         self.check_usable()
         with self._resetting:
             # Past what any tier remembers too: one may have been joined or attached with a later epoch.
-            self._epoch = 1 + max(self._epoch, *(lower.epoch for lower in self.lower), 0)
+            self._epoch = max(at_least, 1 + max(self._epoch, *(lower.epoch for lower in self.lower), 0))
             with self._counters.lock:
                 self._counters.resets += 1
             forgotten = sum(self._host.reset(namespace) for namespace in self._host.namespaces())
             self._below.start_epoch(self._epoch)
         return forgotten
+
+    def start_touching(self) -> None:
+        """Have the pool's pages made in the background from now on, of a store opened with `touch=False`. Once."""
+        self._memory.start_touching()
 
     def flush(self, timeout: float) -> int:
         """Wait until every block of host memory that is due below is written, at most `timeout` seconds; how many
@@ -210,6 +236,7 @@ class Store:
                 staged_blocks=self._stager.num_reads,
                 staging_bytes=self._stager.inflight_bytes,
                 disk=next((each for each in below if isinstance(each, DiskStats)), None),
+                server=next((each for each in below if isinstance(each, ServerStats)), None),
                 redis=next((each for each in below if isinstance(each, RedisStats)), None),
             )
 

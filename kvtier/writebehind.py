@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvtier.clock import Clock
-from kvtier.drops import NO_ROOM, NOT_AGAIN, OUTCOME_TO_REASON, pack_dropped, unpack_dropped
+from kvtier.drops import NOT_AGAIN, OUTCOME_TO_REASON, DroppedBlocks, keep_newest
 from kvtier.durability import Durability, DurabilityWatches
 from kvtier.errors import ClosedError, IntegrityError
 from kvtier.executor import Executor
@@ -38,6 +38,10 @@ class _Pending(NamedTuple):
     held: HeldBlock
     due_at: float
 
+    def request(self) -> WriteRequest:
+        lease, nbytes, ttl_s, checksum = self.held
+        return WriteRequest(self.key, self.parent, lease.view[:nbytes], ttl_s, checksum)
+
 
 class WriteBehind:
     """Owns the queue of blocks to be written to one tier, their leases, and the ledger of that way down.
@@ -45,13 +49,12 @@ class WriteBehind:
     A block is offered when it is committed to host memory. At its `min_uses`-th use it is due: leased and queued, in
     order, within a bound of bytes; beyond the bound it is dropped, as is one that waited too long, and so are blocks
     behind it in its chain, which nobody could reach. What was dropped for a passing reason is due again when a prompt
-    next uses it, or at a flush.
+    next uses it, or at a flush, if the tier may be asked then.
 
     `offer` never blocks and is for the engine's thread; jobs run on the tier's executor, which does reads first. A job
     whose successor the executor refuses goes on itself; where none runs, the next offer or use asks again.
 
-    Mutable state: `_queue`, `_queued_bytes`, `_num_jobs`, `_num_running`, `_num_resets`, `_dropped`, `_uses`,
-    `_closed`, guarded by `_changed`: nothing is called under it but the watches' bookkeeping.
+    Mutable state: everything, guarded by `_changed`: nothing is called under it but the watches' bookkeeping.
     """
 
     def __init__(
@@ -67,9 +70,11 @@ class WriteBehind:
         min_uses: int = 1,
         max_jobs: int = 1,
         known: Callable[[Sequence[Key]], list[bool]] | None = None,
+        is_available: Callable[[], bool] = lambda: True,
     ) -> None:
         """max_bytes: of blocks queued and being written: host memory that cannot be evicted meanwhile. max_age_s: the
-        longest that a block waits in the queue. known: what a remote tier is known to hold, and is not due there."""
+        longest that a block waits in the queue. known: what a remote tier is known to hold, and is not due there.
+        is_available: whether the tier may be asked now."""
         self._host = host
         self._tier = tier
         self._executor = executor
@@ -79,17 +84,16 @@ class WriteBehind:
         self._min_uses = min_uses
         self._max_jobs = max_jobs
         self._known = known
+        self._is_available = is_available
         self._owner = pool.owner(f"writes to the {tier.name} tier")
         self._changed = threading.Condition()
         self._queue: deque[_Pending] = deque()
         self._queued_bytes = 0
-        self._num_jobs = 0
-        self._num_running = 0
-        self._num_resets = 0
-        self._dropped: OrderedDict[Key, bytes] = OrderedDict()
+        self._num_jobs = self._num_running = self._num_resets = 0
+        self._dropped = DroppedBlocks()
         self._uses: OrderedDict[Key, int] = OrderedDict()
         self._closed = False
-        self._watches = DurabilityWatches()
+        self.watches = DurabilityWatches()
         self.ledger = Ledger()
         self._unsubscribe = host.subscribe(on_commit=self.offer)
 
@@ -114,8 +118,7 @@ class WriteBehind:
     def note_use(self, namespace: bytes, digests: Sequence[BlockDigest], parent: BlockDigest | None) -> None:
         """A prompt used these blocks, wherever they were; `parent` comes before the first. Costs in proportion to the
         prompt: for a thread of the tier. A stretch at a time, since the engine's thread waits for the same lock."""
-        if self._queue and not self._num_jobs:  # the executor refused the last time
-            self._start_jobs()
+        self._start_jobs()  # the executor may have refused the last time
         for start in range(0, min(len(digests), MAX_NOTED), NOTED_AT_ONCE):
             if self._closed or (self._min_uses == 1 and not self._dropped):
                 return
@@ -130,25 +133,34 @@ class WriteBehind:
             due = self._count_uses(blocks, is_new=False)
         else:
             due = [block for block in blocks if block[0] in self._dropped]
+        if not self._is_available():  # what was dropped for that is not due again until it is
+            due = [block for block in due if block[0] not in self._dropped]
         # What is not in host memory is due when it comes there.
         here = self._host.contains([key for key, _ in due])
         self._make_due([block for block, is_here in zip(due, here, strict=True) if is_here])
 
     def flush(self, timeout: float) -> int:
         """Block until everything due is written, at most `timeout` seconds, trying again what was dropped and is still
-        in host memory. Returns how many blocks are not written. Not for the engine's step."""
+        in host memory, unless the tier is sick: then that is not due again. Returns how many blocks of host memory are
+        not written. Not for the engine's step."""
         begun_at, tried = self._clock.now(), set[Key]()
         while True:
-            again = self._enqueue_dropped(tried)
+            again = self._enqueue_dropped(tried) if self._is_available() else 0
             self._start_jobs()
             elapsed = self._clock.now() - begun_at
             left = timeout - elapsed if elapsed >= 0 else 0.0  # a clock that went back tells no time
             with self._changed:
-                done = self._closed or not (self._queue or self._num_jobs or again)
-                if not done and left > 0 and (self._queue or self._num_jobs):
+                if self._closed or left <= 0 or not (self._queue or self._num_jobs or again):
+                    break
+                if self._queue or self._num_jobs:
                     self._changed.wait(min(left, 0.1))
-            if done or left <= 0:
-                return self.ledger.snapshot().pending + len(self._dropped)
+        return sum(self.unwritten().values())
+
+    def unwritten(self) -> Counter[DropReason | None]:
+        """Blocks of host memory that are due and not written, by why not; None: they are on their way."""
+        with self._changed:
+            dropped = self._dropped.copy()
+        return dropped.reasons_of(self._host.contains) + Counter({None: self.ledger.snapshot().pending})
 
     def _enqueue_dropped(self, tried: set[Key]) -> int:
         """Once the queue is empty, try again what found no room, and of the rest what was not tried yet. How many were
@@ -156,8 +168,7 @@ class WriteBehind:
         with self._changed:
             if self._queue or self._num_jobs:
                 return 0
-            known = [(key, *unpack_dropped(packed)) for key, packed in self._dropped.items()]
-        again = [(key, parent) for key, reason, parent in known if reason in NO_ROOM or key not in tried]
+            again = self._dropped.to_try_again(tried)
         num_queued = 0
         for start in range(0, len(again), ENQUEUED_AT_ONCE):
             if self._queued_bytes >= self._max_bytes:
@@ -175,9 +186,9 @@ class WriteBehind:
         def why_lost(others: Sequence[Key]) -> dict[Key, DropReason | None]:
             gone = [key for key, is_held in zip(others, held(others), strict=True) if not is_held]
             with self._changed:
-                return {key: unpack_dropped(self._dropped[key])[0] if key in self._dropped else None for key in gone}
+                return {key: self._dropped.reason(key) for key in gone}
 
-        return self._watches.watch(keys, why_lost)
+        return self.watches.watch(keys, why_lost)
 
     def reset(self) -> None:
         """Drop what is queued, and forget what was dropped and used: its blocks are of before. What is being written
@@ -199,7 +210,7 @@ class WriteBehind:
             left = self._take_queue()
             stuck = self._num_running
         self._give_up(left, DropReason.CLOSED)
-        self._watches.close()
+        self.watches.close()
         if not stuck:
             self._owner.close()
 
@@ -221,13 +232,11 @@ class WriteBehind:
         """
         with self._changed:
             due: list[tuple[Key, Key | None]] = []
-            for block in reversed(blocks):  # so that the prefix is remembered longest
-                key = block[0]
+            for key, parent in reversed(blocks):  # so that the prefix is remembered longest
                 uses = self._uses[key] = self._uses.pop(key, 0) + 1
                 if uses == self._min_uses or (is_new and uses > self._min_uses) or key in self._dropped:
-                    due.append(block)
-            while len(self._uses) > MAX_NOTED:
-                self._uses.popitem(last=False)
+                    due.append((key, parent))
+            keep_newest(self._uses, MAX_NOTED)
         return due[::-1]
 
     def _note_held(self, keys: Sequence[Key], num_resets: int | None = None) -> None:
@@ -239,8 +248,7 @@ class WriteBehind:
                 self._dropped.pop(key, None)
                 if self._min_uses > 1:
                     self._uses[key] = max(self._min_uses, self._uses.pop(key, 0))
-            while len(self._uses) > MAX_NOTED:
-                self._uses.popitem(last=False)
+            keep_newest(self._uses, MAX_NOTED)
 
     def _make_due(self, blocks: Sequence[tuple[Key, Key | None]]) -> None:
         """Lease and queue; what finds no room, or is not in host memory any more, is dropped."""
@@ -258,8 +266,6 @@ class WriteBehind:
                 wanted.append((key, parent))
             else:
                 self._drop(key, parent, reason)
-        if not wanted:
-            return 0
         try:
             held = self._host.lease_blocks([split_key(key) for key, _ in wanted], self._owner)
         except ClosedError:
@@ -270,7 +276,7 @@ class WriteBehind:
         with self._changed:
             if not self._closed and num_resets == self._num_resets:
                 self._queue.extend(found)
-                self._watches.begin(block.key for block in found)
+                self.watches.begin(block.key for block in found)
                 self._queued_bytes += sum(block.held.nbytes for block in found)
                 return len(found)
         self._give_up(found, DropReason.CLOSED if self._closed else DropReason.RESET)
@@ -287,7 +293,7 @@ class WriteBehind:
         self.ledger.add_dropped(reason, len(blocks))
         for block in blocks:
             block.held.lease.release()
-            self._watches.end(block.key, reason)
+            self.watches.end(block.key, reason)
 
     def _why_not(self, blocks: Sequence[tuple[Key, Key | None]]) -> list[DropReason | None]:
         """Why each block cannot be queued; None for one that can."""
@@ -311,9 +317,7 @@ class WriteBehind:
         with self._changed:
             if num_resets is not None and num_resets != self._num_resets:
                 return
-            self._dropped[key] = pack_dropped(reason, parent)
-            while len(self._dropped) > MAX_NOTED:
-                self._dropped.popitem(last=False)
+            self._dropped.note(key, reason, parent, MAX_NOTED)
 
     def _start_jobs(self) -> None:
         while True:
@@ -337,7 +341,7 @@ class WriteBehind:
                 for block, reason in aged:
                     block.held.lease.release()
                     self._drop(block.key, block.parent, reason, num_resets)
-                    self._watches.end(block.key, reason)
+                    self.watches.end(block.key, reason)
                 if batch:
                     self._write(batch, num_resets)
             finally:
@@ -375,11 +379,7 @@ class WriteBehind:
 
     def _write(self, batch: Sequence[_Pending], num_resets: int) -> None:
         try:
-            requests = [
-                WriteRequest(item.key, item.parent, item.held.lease.view[: item.held.nbytes], item.held.ttl_s)
-                for item in batch
-            ]
-            outcomes = self._tier.write(requests)
+            outcomes = self._tier.write([item.request() for item in batch])
             if len(outcomes) != len(batch):
                 raise IntegrityError(f"{len(outcomes)} outcomes for {len(batch)} blocks")
         except BaseException:
@@ -394,7 +394,7 @@ class WriteBehind:
             else:
                 reason = OUTCOME_TO_REASON.get(outcome, DropReason.TIER_ERROR)
                 self._drop(block.key, block.parent, reason, num_resets)
-            self._watches.end(block.key, None if reason is DropReason.ALREADY_STORED else reason)
+            self.watches.end(block.key, None if reason is DropReason.ALREADY_STORED else reason)
             if outcome in (WriteOutcome.STORED, WriteOutcome.ALREADY_STORED):
                 written.append(block.key)
         self._note_held(written, num_resets)

@@ -67,6 +67,7 @@ def test_the_wheel_holds_the_four_packages_and_nothing_else(wheel: Path) -> None
     assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)
     assert {f"{package}/__init__.py" for package in PACKAGES} <= set(names)
     assert any(name.endswith("/licenses/LICENSE") for name in names)
+    assert "kvtier/server/page.html" in names
     assert wheel.name.endswith("-py3-none-any.whl")
 
 
@@ -90,8 +91,9 @@ assert kvtier.__file__.startswith(sys.argv[1]), kvtier.__file__
 for module in pkgutil.walk_packages(kvtier.__path__, "kvtier."):
     try:
         importlib.import_module(module.name)
-    except ModuleNotFoundError as error:  # what is imported once events are switched on
-        assert module.name.startswith("kvtier.events.") and error.name in ("msgspec", "zmq"), module.name
+    except ModuleNotFoundError as error:  # what is imported once events, or a kvtier-server, are switched on
+        of_extras = ("kvtier.events.", "kvtier.protocol.", "kvtier.server", "kvtier.tiers.server")
+        assert module.name.startswith(of_extras) and error.name in ("msgspec", "zmq"), module.name
 import kvtier.events, kvtier.tiers.redis
 """
     run_without_extras(installed, script)

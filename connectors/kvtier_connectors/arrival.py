@@ -55,6 +55,8 @@ class Arrival:
     """When its stage began."""
     arrived: Counter[str] = field(default_factory=Counter)
     """Blocks that its stages brought, by tier."""
+    failed: set[str] = field(default_factory=set)
+    """Tiers that did not give what they seemed to hold: others are preferred from then on."""
     has_turn: bool = False
     """It waited, and is the next to be staged."""
     held_s: float = 0.0

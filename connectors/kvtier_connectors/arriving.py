@@ -263,6 +263,8 @@ class ArrivalFlow:
         if miss is None and stage.num_end < episode.goal:
             miss = MissReason.EVICTED  # from host memory, since it was looked up
         arrival.arrived.update(stage.arrived)
+        if stage.failed_tier is not None:
+            arrival.failed.add(stage.failed_tier)
         self._decision.staged(episode, stage.num_end, miss, stage.arrived, stage.seconds, arrival.queued_bytes)
 
     # ---- turns ---------------------------------------------------------------------------------------------------

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -60,14 +60,15 @@ class FlushResult:
 
     num_unstored: blocks that are in no tier below the GPU, or not in the lowest that should have them.
     outcomes: restores that ended meanwhile, for the engine as those of `complete`.
+    reasons: these blocks by why they are not stored, which adds up; None: there was no time.
     """
 
     num_unstored: int
     outcomes: tuple[RestoreOutcome, ...]
+    reasons: Mapping[DropReason | None, int] = field(default_factory=dict)
 
 
 POLL_S = 0.1
-HARMLESS = frozenset({DropReason.ALREADY_STORED, DropReason.RESET})
 FLUSH_SHARE = 0.8  # of the time that a close may take
 MIN_CLOSE_S = 0.5
 
@@ -127,8 +128,12 @@ class Connector:
             num_unstored = self.scheduler.num_unflushed + self.scheduler.stats().ledger.pending
         finally:
             self.scheduler.end_flush()
-        num_unwritten = self.store.flush(max(0.0, deadline - time.monotonic()))
-        return FlushResult(num_unstored + num_unwritten, tuple(outcomes))
+        is_late = time.monotonic() >= deadline
+        reasons = Counter({None if is_late else DropReason.HOST_FULL: num_unstored})
+        self.store.flush(max(0.0, deadline - time.monotonic()))
+        for lower in self.store.lower:
+            reasons += lower.write_behind.unwritten()
+        return FlushResult(sum(reasons.values()), tuple(outcomes), +reasons)
 
     def _store_all(self, deadline: float, reused: Sequence[int], written: WriteFence | None) -> list[RestoreOutcome]:
         """Copy what is to be flushed to host memory, in rounds; the restores that ended meanwhile."""
@@ -168,16 +173,14 @@ class Connector:
         self._closed = True
         deadline = time.monotonic() + timeout
         if self.store.lower or not self._owns_store:
-            dropped = self._dropped()
             result = self.flush(timeout * FLUSH_SHARE, reused)
             if result.num_unstored:
-                why = ", ".join(
-                    f"{count} {reason.value}" for reason, count in sorted((self._dropped() - dropped).items())
-                )
+                late = f"not within {timeout * FLUSH_SHARE:g} s"
+                why = sorted((late if reason is None else reason.value, n) for reason, n in result.reasons.items())
                 logger.warning(
                     "connector closed: %d blocks could not be stored and are lost (%s)",
                     result.num_unstored,
-                    why or f"not within {timeout * FLUSH_SHARE:g} s",
+                    ", ".join(f"{count} {reason}" for reason, count in why),
                 )
         self.scheduler.complete(self.worker.close(max(MIN_CLOSE_S, deadline - time.monotonic())))
         self.scheduler.close()
@@ -197,14 +200,6 @@ class Connector:
     def check_integrity(self) -> None:
         """Raises IntegrityError when ledger, jobs, pins or the store disagree. O(blocks): for tests."""
         self.scheduler.check_integrity()
-
-    def _dropped(self) -> Counter[DropReason]:
-        """What was not stored on any way down so far, by reason."""
-        ledgers = [self.scheduler.stats().ledger, *(lower.write_behind.ledger.snapshot() for lower in self.store.lower)]
-        dropped: Counter[DropReason] = Counter()
-        for ledger in ledgers:
-            dropped.update({reason: n for reason, n in ledger.dropped.items() if reason not in HARMLESS})
-        return dropped
 
     def __enter__(self) -> Self:
         return self

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from kvtier.clock import Clock
-from kvtier.episode import HOST
+from kvtier.episode import HOST, clip
 from kvtier.keys import BlockDigest
 from kvtier.located import Located, Source
 from kvtier.membership import Question
@@ -71,9 +72,10 @@ class Lookups:
     def look(self, arrival: Arrival) -> bool:
         """False until the tiers have answered; then the decision was told."""
         questions = self._asking.get(arrival)
-        found = self._locate(arrival) if questions is None else None
+        found: Located | None = None
         if questions is None:
-            questions = self._ask(arrival, found)
+            found, last = self._find(arrival)
+            questions = self._ask(arrival, found, last)
         unanswered: MissReason | None = None
         if not all(question.done for question in questions):
             if not arrival.episode.has_taken(self._clock.now(), ASKING_SHARE):
@@ -82,28 +84,61 @@ class Lookups:
             unanswered = arrival.episode.time_over
         self.discard(arrival)
         unanswered = unanswered or next((each.failure for each in questions if each.failure is not None), None)
-        self._tell(arrival, self._locate(arrival) if questions else found, unanswered)
+        self._tell(arrival, self._find(arrival)[0] if questions else found, unanswered)
         return True
 
     def look_again(self, arrival: Arrival) -> None:
         """At once: by what is known, asking nobody."""
-        self._tell(arrival, self._locate(arrival), None)
+        self._tell(arrival, self._find(arrival)[0], None)
 
-    def _ask(self, arrival: Arrival, found: Located | None) -> Sequence[Question]:
+    def _ask(self, arrival: Arrival, found: Located | None, last: Collection[str]) -> Sequence[Question]:
         if found is None or not arrival.episode.max_wait_s:
             return ()
         try:
-            return self._space.ask(_wanted(arrival), found)
+            return self._space.ask(_wanted(arrival), found, last)
         except CAUGHT as error:
             self._report("ask", error)
             return ()
 
-    def _locate(self, arrival: Arrival) -> Located | None:
+    def _find(self, arrival: Arrival) -> tuple[Located | None, Collection[str]]:
+        """Where its blocks are; and which tiers others are better than: those that failed it, and those too slow."""
+        failed = arrival.failed
         try:
-            return self._space.locate(_wanted(arrival))
+            found = self._space.locate(_wanted(arrival), failed)
+            slow = self._too_slow(arrival, found)
+            if not slow:
+                return found, failed
+            other = self._space.locate(_wanted(arrival), failed | slow)
+            is_better = self._gain_s(arrival, self._parts(other)) > self._gain_s(arrival, self._parts(found))
+            return other if is_better else found, failed | slow
         except CAUGHT as error:
             self._report("locate", error)
-            return None
+            return None, failed
+
+    def _too_slow(self, arrival: Arrival, found: Located) -> set[str]:
+        """Tiers whose blocks are not worth their wait, where another that may be asked would be, if it has them."""
+        if len(self._stager.sources) == 1:
+            return set()
+        parts = self._parts(found)
+        num_worth, gain_s = self._decision.worth(arrival.episode, parts)
+        left = clip(parts, arrival.episode.max_blocks)
+        slow: set[str] = set()
+        for part in left:
+            num_worth -= part.num_blocks
+            if num_worth < 0 and part.tier != HOST:
+                slow.add(part.tier)
+        for source in self._stager.sources if slow else ():
+            if source.name not in slow | arrival.failed and source.is_available:
+                queued_bytes = self._stager.queued_bytes(source)
+                instead = [
+                    replace(p, tier=source.name, queued_bytes=queued_bytes) if p.tier in slow else p for p in left
+                ]
+                if self._gain_s(arrival, instead) > gain_s:
+                    return slow
+        return set()
+
+    def _gain_s(self, arrival: Arrival, parts: Sequence[TierPart]) -> float:
+        return self._decision.worth(arrival.episode, parts)[1]
 
     def _tell(self, arrival: Arrival, found: Located | None, unanswered: MissReason | None) -> None:
         parts: list[TierPart] | None = None

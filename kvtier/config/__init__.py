@@ -4,6 +4,7 @@ Importing this package imports pydantic; modules that only annotate with `Settin
 """
 
 from kvtier.config.machine import MemorySnapshot
+from kvtier.config.serving import Credential, DaemonSettings, ServerSettings
 from kvtier.config.settings import (
     DiskSettings,
     EventSettings,
@@ -16,6 +17,8 @@ from kvtier.config.settings import (
 from kvtier.config.sources import LoadedSettings, load_settings, load_settings_with_sources
 
 __all__ = [
+    "Credential",
+    "DaemonSettings",
     "DiskSettings",
     "EventSettings",
     "HostSettings",
@@ -23,6 +26,7 @@ __all__ = [
     "MemorySnapshot",
     "RedisSettings",
     "RestoreSettings",
+    "ServerSettings",
     "Settings",
     "StoreSettings",
     "load_settings",

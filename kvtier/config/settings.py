@@ -8,18 +8,22 @@ from collections.abc import Mapping
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import BeforeValidator, Field, SecretStr, model_validator
 
 from kvtier.config.machine import MemorySnapshot
+from kvtier.config.serving import DaemonSettings, ServerSettings
 from kvtier.config.sizes import parse_host_size, parse_quotas, parse_rate, parse_room, parse_size
+from kvtier.config.subsystem import OptionalText, Subsystem
 from kvtier.errors import ConfigError
 
 __all__ = [
+    "DaemonSettings",
     "DiskSettings",
     "EventSettings",
     "HostSettings",
     "RedisSettings",
     "RestoreSettings",
+    "ServerSettings",
     "Settings",
     "StoreSettings",
 ]
@@ -65,19 +69,18 @@ def parse_urls(value: object) -> tuple[str, ...]:
             raise ValueError(_URL_FORM) from None
         if parts.username is not None or parts.password is not None:
             raise ValueError("keep user and password out of it: set redis.username and redis.password, or a file")
+        if parts.scheme in ("redis", "rediss") and parts.path.strip("/").isdecimal():
+            database = parts.path.strip("/")
+            raise ValueError(
+                f"a number of a database, such as /{database}, is not supported: keys are in database 0, told apart by "
+                f"redis.prefix; write {parts.scheme}://{parts.netloc}"
+            )
         is_plain = not (parts.query or parts.fragment) and (parts.scheme == "unix" or parts.path in ("", "/"))
         if parts.scheme not in ("redis", "rediss", "unix") or not has_place or not is_plain:
             raise ValueError(_URL_FORM)
     if len(set(urls)) != len(urls) or len({urlsplit(url).scheme for url in urls}) > 1:
         raise ValueError("name each server once, and all with TLS or all without")
     return urls
-
-
-def parse_optional(value: object) -> object:
-    """Text, in which the word 'none' is none."""
-    if value == "":
-        raise ValueError("write 'none' for none")
-    return None if value == "none" else value
 
 
 def parse_password(value: object) -> SecretStr:
@@ -102,9 +105,6 @@ def parse_lifetime(value: object) -> float | Literal["off"]:
     return seconds
 
 
-OptionalText = Annotated[str | None, BeforeValidator(parse_optional)]
-
-
 _ENDPOINT = re.compile(r"tcp://(?:\*|[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}|ipc:///[!-~]*[!-.0-~]", re.ASCII)
 _ENDPOINT_FORM = "write tcp://address:port, such as tcp://127.0.0.1:5557, or ipc:///path, or 'off'"
 
@@ -127,20 +127,7 @@ def parse_topic(value: object) -> str:
     raise ValueError("write up to 255 printable characters without blanks, or 'none'")
 
 
-class _Subsystem(BaseModel):
-    # Strict: text is read as a number only where it comes from the environment, and true is never 1.
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False, validate_default=True)
-
-    @field_validator("*")
-    @classmethod
-    def _check_integer(cls, value: object) -> object:
-        """An integer that numpy, the kernel and Python's own printing can take."""
-        if isinstance(value, int) and value.bit_length() > 63:
-            raise ValueError("write a number below 2**63")
-        return value
-
-
-class HostSettings(_Subsystem):
+class HostSettings(Subsystem):
     """The host tier: one mapping of this machine's memory."""
 
     size: Annotated[int | Literal["auto"], BeforeValidator(parse_host_size)] = "auto"
@@ -200,7 +187,7 @@ class HostSettings(_Subsystem):
         return self.size
 
 
-class StoreSettings(_Subsystem):
+class StoreSettings(Subsystem):
     """The way down: which blocks are stored, and when."""
 
     policy: Literal["on_evict", "write_through", "off"] = "on_evict"
@@ -213,7 +200,7 @@ class StoreSettings(_Subsystem):
     """Seconds that a block waits at most to be written to a lower tier."""
 
 
-class DiskSettings(_Subsystem):
+class DiskSettings(Subsystem):
     """The disk tier, below host memory. Off unless it has a path."""
 
     path: Annotated[tuple[str, ...], BeforeValidator(parse_paths)] = ()
@@ -234,7 +221,7 @@ class DiskSettings(_Subsystem):
     """After how many seconds a read or write that has not ended counts as a failure of the device."""
 
 
-class RedisSettings(_Subsystem):
+class RedisSettings(Subsystem):
     """The Redis tier, below the disk. Off unless it has a URL."""
 
     url: Annotated[tuple[str, ...], BeforeValidator(parse_urls)] = ()
@@ -288,7 +275,7 @@ class RedisSettings(_Subsystem):
         return self
 
 
-class RestoreSettings(_Subsystem):
+class RestoreSettings(Subsystem):
     """The way up."""
 
     enabled: bool = True
@@ -311,7 +298,7 @@ class RestoreSettings(_Subsystem):
     """What becomes of a request whose restore failed for good."""
 
 
-class EventSettings(_Subsystem):
+class EventSettings(Subsystem):
     """KV events of what each tier holds, for routers. Off unless it has an endpoint."""
 
     endpoint: Annotated[str, BeforeValidator(parse_endpoint)] = "off"
@@ -330,12 +317,14 @@ class EventSettings(_Subsystem):
         return self
 
 
-class Settings(_Subsystem):
+class Settings(Subsystem):
     """Everything that can be set. `Settings()` is the defaults; `load_settings` reads file and environment."""
 
     host: HostSettings = HostSettings()
     disk: DiskSettings = DiskSettings()
     redis: RedisSettings = RedisSettings()
+    server: ServerSettings = ServerSettings()
+    daemon: DaemonSettings = DaemonSettings()
     store: StoreSettings = StoreSettings()
     restore: RestoreSettings = RestoreSettings()
     events: EventSettings = EventSettings()

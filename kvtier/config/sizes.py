@@ -52,6 +52,10 @@ def parse_rate(value: object) -> int | Literal["off"]:
 _QUOTAS_FORM = (
     "write a table of tenant = size, or text such as 'a=8GiB,b=2GiB', with '*' for any other tenant, or 'none'"
 )
+MIN_QUOTA = 4096
+"""A page: no slot of the pool is worth less."""
+MIN_BARE_QUOTA = 1 << 20
+"""Of a number without a unit: fewer bytes are a unit forgotten."""
 _TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}|\*")
 
 
@@ -67,9 +71,15 @@ def parse_quotas(value: object) -> dict[str, int]:
         quotas = {str(name): parse_size(size) for name, size in named.items()}
     except ValueError:
         raise ValueError(_QUOTAS_FORM) from None
-    for name in quotas:
+    for (name, size), given in zip(quotas.items(), named.values(), strict=True):
         if not _TENANT.fullmatch(name):
             raise ValueError(f"{name[:80]!r} is no name of a tenant; {_QUOTAS_FORM}")
-    if any(size.bit_length() > 63 for size in quotas.values()):
-        raise ValueError("write numbers below 2**63")
+        if size.bit_length() > 63:
+            raise ValueError("write numbers below 2**63")
+        has_unit = isinstance(given, str) and given.strip()[-1:].isalpha()
+        if size < (MIN_QUOTA if has_unit else MIN_BARE_QUOTA):
+            example = f"{name}={size}{'GiB' if size < MIN_QUOTA else 'B'}"
+            raise ValueError(
+                f"{name} may have {size} bytes only: write a unit, such as '{example}', or leave {name} out"
+            )
     return quotas

@@ -26,7 +26,7 @@ _MAX_SHOWN = 200
 _CREDENTIALS = re.compile(r".*@", re.DOTALL)
 _PASSWORD = re.compile(r"(passw[a-z]*=)[^&'\"]*", re.IGNORECASE)
 _SECRETS = frozenset({"redis.password"})
-_URLS = frozenset({"redis.url"})
+_URLS = frozenset({"redis.url", "server.url"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +56,20 @@ def load_settings(
 
 
 def load_settings_with_sources(
-    path: Path | None = None, env: Mapping[str, str] | None = None, overrides: Mapping[str, Any] | None = None
+    path: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    texts: Mapping[str, str] | None = None,
 ) -> LoadedSettings:
-    """As `load_settings`, and says where each value came from."""
+    """As `load_settings`, and says where each value came from. texts: of a command line, setting to what the
+    environment would say; only overrides win over them."""
     environment = os.environ if env is None else env
     values: dict[str, _Value] = {}
     file_path = path if path is not None else _path_from(environment)
     if file_path is not None:
         values |= _from_file(file_path, "argument path" if path is not None else FILE_VARIABLE)
     values |= _from_environment(environment)
+    values |= _from_texts(texts or {})
     values |= _flatten(overrides or {}, "argument {}")
     settings = _validate(values)
     return LoadedSettings(settings, {name: values[name].source if name in values else "default" for name in _FIELDS})
@@ -135,11 +140,22 @@ def _from_environment(env: Mapping[str, str]) -> dict[str, _Value]:
             known = [known.removeprefix(PREFIX) for known in (*_VARIABLES, FILE_VARIABLE)]
             hint = _hint(variable[len(PREFIX) :].upper(), known, PREFIX)
             raise ConfigError(f"environment variable {variable} is no setting{hint}")
-        values[name] = _Value(_from_text(name, variable, env[variable]), f"environment variable {variable}")
+        source = f"environment variable {variable}"
+        values[name] = _Value(_from_text(name, source, env[variable]), source)
     return values
 
 
-def _from_text(name: str, variable: str, text: str) -> object:
+def _from_texts(texts: Mapping[str, str]) -> dict[str, _Value]:
+    values = {}
+    for name, text in texts.items():
+        source = f"--set {name}"
+        if name not in _FIELDS:
+            raise ConfigError(f"{source} is no setting{_hint(name, tuple(_FIELDS))}")
+        values[name] = _Value(_from_text(name, source, text), source)
+    return values
+
+
+def _from_text(name: str, source: str, text: str) -> object:
     field = _FIELDS[name]
     annotation: Any = field.annotation
     if any(isinstance(item, BeforeValidator) for item in field.metadata):
@@ -148,7 +164,7 @@ def _from_text(name: str, variable: str, text: str) -> object:
         return TypeAdapter(annotation).validate_strings(text.strip())
     except ValidationError as error:
         reason = error.errors()[0]["msg"]
-        raise ConfigError(_complaint(name, f"environment variable {variable}", text, reason)) from error
+        raise ConfigError(_complaint(name, source, text, reason)) from error
 
 
 def _flatten(tree: Mapping[str, Any], source: str) -> dict[str, _Value]:
@@ -180,9 +196,8 @@ def _leaves(tree: Mapping[str, Any], prefix: str, source: str) -> Iterator[tuple
 
 def _hint(name: str, known: Sequence[str], prefix: str = "") -> str:
     nearest = difflib.get_close_matches(name, known, 1)
-    if nearest:
-        return f": did you mean {prefix}{nearest[0]}?"
-    return f"; settings are {', '.join(prefix + item for item in known)}"
+    guess = f": did you mean {prefix}{nearest[0]}?" if nearest else ";"
+    return f"{guess} `kvtier config --defaults` lists all settings"
 
 
 def _validate(values: Mapping[str, _Value]) -> Settings:

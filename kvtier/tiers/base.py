@@ -62,6 +62,9 @@ class WriteRequest:
     buffer: memoryview
     ttl_s: float | None = None
     """Seconds from now for which it is worth keeping; None: as the tier is set. A tier without lifetimes ignores it."""
+    checksum: int | None = None
+    """XXH3-64 of what was stored under the key; None: whatever the buffer holds is. Where it does not match what the
+    buffer holds by now, a tier that checks what it reads gives DAMAGED for the block, or does not take it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,8 @@ class GuardedTier(TierWrapper):
     Raises ClosedError and ForkedError of the tier, which are no sickness, and nothing else from reads, writes, `touch`
     and `contains`. Adds no waiting of its own: whatever blocks is the tier.
 
-    Mutable state: `_calls`, `_errors`, `_is_told_sick`, guarded by `_lock`, which is never held while the tier works.
+    Mutable state: `_calls`, `_errors`, `_is_told_sick`, `_last_words`, guarded by `_lock`, which is never held while
+    the tier works.
     Lock order: `_lock`, then the breaker's.
     """
 
@@ -79,6 +80,7 @@ class GuardedTier(TierWrapper):
         self._num_calls = 0
         self._errors: Counter[str] = Counter()
         self._is_told_sick = False
+        self._last_words = ""  # of the last exception, until they are told
 
     @property
     def breaker(self) -> Breaker:
@@ -233,11 +235,12 @@ class GuardedTier(TierWrapper):
         with self._lock:
             self._errors[kind] += 1
             first = self._errors[kind] == 1
+            self._last_words = f" ({error})"
         if not first:
             return
         told = "from now on exceptions of this type are only counted"
-        if self.is_remote:  # that another machine cannot be reached is no bug of ours: a trace says nothing
-            logger.warning("%s of the %s tier failed: %s; %s", verb, self.name, error, told)
+        if self.is_remote:  # no bug of ours, and no trace: if it goes on, the one warning of the breaker says why
+            logger.info("%s of the %s tier failed: %s; %s", verb, self.name, error, told)
         else:
             logger.error("%s of the %s tier raised; %s", verb, self.name, told, exc_info=error)
 
@@ -248,10 +251,11 @@ class GuardedTier(TierWrapper):
             if is_well is not self._is_told_sick:
                 return
             self._is_told_sick = not is_well
+            why, self._last_words = self._last_words, ""
         if is_well:
             logger.info("the %s tier answers again", self.name)
         else:
-            logger.warning("the %s tier fails: it is left alone until it answers again", self.name)
+            logger.warning("the %s tier fails%s: it is left alone until it answers again", self.name, why)
 
 
 def _verdict(outcomes: Sequence[ReadOutcome | WriteOutcome]) -> bool | None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from kvtier.errors import ClosedError, ForkedError, IntegrityError
+from kvtier.errors import ClosedError, IntegrityError
 from kvtier.index import BlockIndex, BlockState
 from kvtier.keys import BlockDigest, Key, make_key, split_key
 from kvtier.policy import NO_PARENT, PolicyFactory, TailsFirstLRU
@@ -15,6 +14,8 @@ from kvtier.pool import HostPool, Lease, Owner
 from kvtier.reasons import DropReason, MissReason
 from kvtier.tiers.base import ReadOutcome, ReadRequest, Tier, TierUsage, WriteOutcome, WriteRequest
 from kvtier.tiers.eviction import EvictionOrder
+from kvtier.tiers.forked import OwnProcess
+from kvtier.tiers.listeners import Listened, OnCommit, OnEvict
 from kvtier.tiers.reservation import Eviction, HeldBlock, Phase, Reservation
 
 __all__ = ["HostTier", "OnCommit", "OnEvict"]
@@ -22,12 +23,9 @@ __all__ = ["HostTier", "OnCommit", "OnEvict"]
 RESET_STRETCH = 1024  # blocks forgotten under one hold of the lock: a few milliseconds
 MAX_GHOSTS = 1 << 17  # about 12 MiB of remembered keys
 
-OnEvict = Callable[[Sequence[Eviction]], None]
-OnCommit = Callable[[Sequence[tuple[Key, Key | None]], str | None], None]
 
-
-class HostTier(Tier):
-    """Owns the index and the eviction order, and shares the pool with whoever holds leases.
+class HostTier(OwnProcess, Listened, Tier):
+    """Owns index and eviction order, and shares the pool with whoever holds leases.
 
     Two ways in: the batch contract of `Tier`, which copies, and reserve / commit / lease, by which a copy fills or
     reads slots in place. The second never blocks on I/O and serves the engine's thread.
@@ -39,21 +37,27 @@ class HostTier(Tier):
     name = "host"
 
     def __init__(
-        self, pool: HostPool, *, policy: PolicyFactory = TailsFirstLRU, quotas: Mapping[str, int] | None = None
+        self,
+        pool: HostPool,
+        *,
+        policy: PolicyFactory = TailsFirstLRU,
+        quotas: Mapping[str, int] | None = None,
+        keeps_checksums: bool = False,
     ) -> None:
-        """quotas: the most bytes of slots that a tenant's blocks may take, by its name; "*": any other's, each."""
+        """quotas: the most bytes of slots that a tenant's blocks may take, by its name; "*": any other's, each.
+        keeps_checksums: from its commit on each block has one, where others than us may write to the slots."""
+        super().__init__()
         self._pool = pool
+        self._keeps_checksums = keeps_checksums
         self._order = EvictionOrder(pool, policy, quotas or {})
         self._lock = threading.Lock()
         self._index = BlockIndex()
         self._names: dict[int, tuple[bytes, BlockDigest, int, float | None]] = {}  # by slot; its length and lifetime
+        self._checksums: dict[int, int] = {}  # by slot
         self._filling: dict[int, Reservation] = {}  # by slot
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
         self._num_evicted = 0
-        self._on_evict: list[OnEvict] = []
-        self._on_commit: list[OnCommit] = []
         self._copier = pool.owner("host tier copies")
-        self._pid = os.getpid()
         self._closed = False
 
     @property
@@ -71,30 +75,17 @@ class HostTier(Tier):
         with self._lock:
             return self._order.tenant_bytes
 
-    def subscribe(self, *, on_evict: OnEvict | None = None, on_commit: OnCommit | None = None) -> Callable[[], None]:
-        """Call back, on the thread that caused it and without our lock, after blocks went or were committed.
-
-        `on_commit` gets (key, parent's key) pairs, before the blocks can be evicted, and the name of the lower tier
-        that they came from (None: from an engine). It is the write-behind hook: a lower tier's queue leases there what
-        it wants to write. Callbacks must be quick and must not raise. Returns a call that ends the subscription.
-        """
-        if on_evict is not None:
-            self._on_evict = [*self._on_evict, on_evict]
-        if on_commit is not None:
-            self._on_commit = [*self._on_commit, on_commit]
-
-        def unsubscribe() -> None:
-            self._on_evict = [callback for callback in self._on_evict if callback is not on_evict]
-            self._on_commit = [callback for callback in self._on_commit if callback is not on_commit]
-
-        return unsubscribe
-
     # ---- looking -------------------------------------------------------------------------------------------------
 
     def committed_run(self, namespace: bytes, digests: Sequence[BlockDigest]) -> int:
         """How many leading blocks are here. Pure: no lease, no recency, no statistics."""
         with self._lock:
             return self._index.committed_length(namespace, digests)
+
+    def committed(self, namespace: bytes, digests: Sequence[bytes]) -> bytes:
+        """A byte for each block: 1 where it is here, else 0. Pure, as `committed_run`; thousands in a millisecond."""
+        with self._lock:
+            return self._index.committed(namespace, digests)
 
     def state(self, namespace: bytes, digest: BlockDigest) -> BlockState | None:
         """What the index says of one block; None when it is not named."""
@@ -121,17 +112,19 @@ class HostTier(Tier):
         with self._lock:
             return self._lease(self._index.committed_run(namespace, digests), owner)
 
-    def lease_blocks(self, blocks: Sequence[tuple[bytes, BlockDigest]], owner: Owner) -> list[HeldBlock | None]:
-        """A lease on each block, given by namespace and digest, that is here; it does not count as a use."""
-        leases: list[HeldBlock | None] = []
+    def lease_blocks(
+        self, blocks: Sequence[tuple[bytes, BlockDigest]], owner: Owner, *, is_use: bool = False
+    ) -> list[HeldBlock | None]:
+        """A lease on each block, given by namespace and digest, that is here. is_use: it counts as a use of each, which
+        is named once then."""
         with self._lock:
-            for namespace, digest in blocks:
-                found = self._index.find(namespace, digest)
-                if found is None or found[1] is not BlockState.COMMITTED:
-                    leases.append(None)
-                else:
-                    leases.append(HeldBlock(self._pool.lease(found[0], owner), *self._names[found[0]][2:]))
-        return leases
+            found = [self._index.find(*block) for block in blocks]
+            slots = [block[0] if block and block[1] is BlockState.COMMITTED else None for block in found]
+            here = [slot for slot in slots if slot is not None]
+            if not here:
+                return [None] * len(slots)
+            leases = iter(self._lease(here, owner) if is_use else self._pool.lease_all(here, owner))
+            return [None if slot is None else self._held(slot, next(leases)) for slot in slots]
 
     def reserve(
         self,
@@ -161,7 +154,7 @@ class HostTier(Tier):
                     return DropReason.CLOSED
                 if self._index.find(namespace, digest) is not None:
                     return DropReason.ALREADY_STORED
-                reservation = Reservation(namespace, digest, parent)
+                reservation = Reservation(namespace, digest, parent, nbytes)
                 held = self._index.find(namespace, parent) if parent is not None else None
                 if held is not None:
                     reservation._parent_lease = self._pool.lease(held[0], owner)
@@ -180,18 +173,28 @@ class HostTier(Tier):
             return lease
         return reservation
 
-    def commit(self, reservations: Sequence[Reservation], came_from: str | None = None) -> list[bool]:
+    def commit(
+        self,
+        reservations: Sequence[Reservation],
+        came_from: str | None = None,
+        checksums: Sequence[int] | None = None,
+    ) -> list[bool]:
         """Make filled blocks findable, prefix first, and end their leases.
 
-        came_from: the lower tier that filled them. False where the reservation was void by then.
+        came_from: the lower tier that filled them. checksums: XXH3-64 of each, of a tier that keeps them; it sums them
+        up itself where they are not given. False where the reservation was void by then.
         """
         keys: list[tuple[Key, Key | None]] = []
         outcomes: list[bool] = []
+        if self._keeps_checksums and checksums is None:
+            checksums = [reservation.sum_up() for reservation in reservations]
         with self._lock:
-            for reservation in reservations:
+            for place, reservation in enumerate(reservations):
                 filled = reservation._phase is Phase.FILLING
                 outcomes.append(filled)
                 if filled:
+                    if self._keeps_checksums and checksums is not None:
+                        self._checksums[reservation.lease.slot] = checksums[place]
                     self._commit_one(reservation)
                     space, parent = reservation.namespace, reservation.parent
                     above = None if parent is None else make_key(space, parent)
@@ -214,16 +217,20 @@ class HostTier(Tier):
             return self._pool.lease(reservation.lease.slot, owner)
 
     def abort(self, reservation: Reservation) -> None:
-        """Give the slot back; the block was never findable. Idempotent, and harmless after a commit.
+        """Give the slot back; the block was never findable. Idempotent, and harmless after a commit."""
+        try:
+            self.withdraw(reservation)
+        finally:
+            reservation.lease.release()
+            self._end_parent_lease(reservation)
 
-        Told as an eviction: whoever saw the block on its way relies on it.
-        """
+    def withdraw(self, reservation: Reservation) -> None:
+        """Let another reserve the block: this one is void, and keeps its slot until `abort`. As harmless. Told as an
+        eviction: whoever saw the block on its way relies on it."""
         with self._lock:
             was_filling = reservation._phase is Phase.FILLING
             if was_filling:
                 self._forget(reservation.namespace, reservation.digest)
-        reservation.lease.release()
-        self._end_parent_lease(reservation)
         if was_filling:
             self._tell_evicted([Eviction(reservation.namespace, reservation.digest)])
 
@@ -232,14 +239,16 @@ class HostTier(Tier):
         with self._lock:
             return self._index.namespaces()
 
-    def reset(self, namespace: bytes) -> int:
-        """Forget every block of a namespace.
-
-        Reservations in it become void, leases keep their bytes. Returns how many. The lock is given up between
-        stretches of blocks, so that a large namespace holds up nobody else; what is stored meanwhile may stay or go.
-        """
+    def digests(self, namespace: bytes) -> list[bytes]:
+        """Every block of a namespace that the index names."""
         with self._lock:
-            digests = self._index.digests(namespace)
+            return self._index.digests(namespace)
+
+    def reset(self, namespace: bytes) -> int:
+        """Forget every block of a namespace; returns how many. Reservations in it become void, leases keep their bytes.
+        The lock is given up between stretches of blocks, so that a large namespace holds up nobody else; what is stored
+        meanwhile may stay or go."""
+        digests = self.digests(namespace)
         forgotten = 0
         for start in range(0, len(digests), RESET_STRETCH):
             forgotten += len(self._forget_all((namespace, d) for d in digests[start : start + RESET_STRETCH]))
@@ -280,6 +289,8 @@ class HostTier(Tier):
             filling = {slot for slot, filled in self._filling.items() if filled._phase is Phase.FILLING}
             if self._filling.keys() != filling or filling != self._names.keys() - committed:
                 raise IntegrityError("host tier: reserved slots and open reservations disagree")
+            if self._checksums.keys() != (committed if self._keeps_checksums else set()):
+                raise IntegrityError("host tier: committed slots and checksums disagree")
             self._order.check_integrity(self._names, committed)
             unleased = [slot for *_, slot, state in rows if state is BlockState.RESERVED and self._pool.can_evict(slot)]
         if unleased:
@@ -291,6 +302,9 @@ class HostTier(Tier):
         leases = self._pool.lease_all(slots, owner)
         self._order.touch(leases)
         return leases
+
+    def _held(self, slot: int, lease: Lease) -> HeldBlock:
+        return HeldBlock(lease, *self._names[slot][2:], self._checksums.get(slot))
 
     def _allocate(
         self, nbytes: int, tenant: str, owner: Owner, on_end: Callable[[], None], evicted: list[Eviction]
@@ -331,6 +345,8 @@ class HostTier(Tier):
         else:
             self._filling.pop(slot)._phase = Phase.VOID
         del self._names[slot]
+        if self._checksums:
+            self._checksums.pop(slot, None)
         if self._order.has_quotas:
             self._order.disclaim(slot)
         self._pool.clear_resident(slot)
@@ -349,11 +365,6 @@ class HostTier(Tier):
                     gone.append(Eviction(space, BlockDigest(digest)))
         self._tell_evicted(gone)
         return states
-
-    def _tell_evicted(self, evicted: Sequence[Eviction]) -> None:
-        if evicted:
-            for callback in self._on_evict:
-                callback(evicted)
 
     @staticmethod
     def _end_parent_lease(reservation: Reservation) -> None:
@@ -381,18 +392,6 @@ class HostTier(Tier):
             return WriteOutcome.ALREADY_STORED if reservation is DropReason.ALREADY_STORED else WriteOutcome.FULL
         reservation.lease.view[: len(request.buffer)] = request.buffer
         return WriteOutcome.STORED if self.commit([reservation])[0] else WriteOutcome.ERROR
-
-    @property
-    def is_forked(self) -> bool:
-        """True in a child of the process that opened this tier."""
-        return os.getpid() != self._pid
-
-    def check_process(self) -> None:
-        """Raises ForkedError in a fork's child: it shares the pool's bytes, not the index that says whose they are."""
-        if self.is_forked:
-            raise ForkedError(
-                f"this store belongs to process {self._pid}, not to its fork {os.getpid()}: open a store in the child"
-            )
 
     def _check_open(self) -> None:
         self.check_process()

@@ -31,7 +31,7 @@ class ThrottledTier(TierWrapper):
     or `close`. So this goes around a `GuardedTier`, whose time limit would count the waiting otherwise.
 
     wait: called with seconds, by default one that `stop_waiting` ends.
-    Mutable state: `_tokens`, `_filled_at`, guarded by `_lock`, which is not held while waiting.
+    Mutable state: `_rate`, `_tokens`, `_filled_at`, guarded by `_lock`, which is not held while waiting.
     """
 
     def __init__(
@@ -47,6 +47,12 @@ class ThrottledTier(TierWrapper):
         self._lock = threading.Lock()
         self._tokens = bytes_per_second * BURST_S  # bytes; negative: written and not paid for
         self._filled_at = clock.now()
+
+    def set_rate(self, bytes_per_second: float) -> None:
+        """From the next write on. Any thread."""
+        with self._lock:
+            self._rate = bytes_per_second
+            self._tokens = self._capped(self._tokens)
 
     def write(self, requests: Sequence[WriteRequest]) -> list[WriteOutcome]:
         delay = self._take(sum(len(request.buffer) for request in requests))

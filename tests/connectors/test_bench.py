@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from kvtier.cli import main
-from kvtier_connectors.bench import cli, lookup, memory, tiers
+from kvtier_connectors.bench import lookup, memory, tiers
 from kvtier_connectors.bench.figures import Figure, measure_pairs
+from kvtier_connectors.bench.good import good_ratio
 from kvtier_connectors.selftest.toy_engine import ToyEngine
 from kvtier_connectors.shapes import SHAPES
 
@@ -79,7 +80,7 @@ def test_people_get_a_table_that_says_what_is_good(args: list[str], capsys: pyte
     names = HOST_FIGURES if args[0] == "tiers" else ["lookup.array", "lookup.list"]
     for name in names:
         assert name in out
-        assert cli.GOOD_BY_SHAPE.get((name, "smollm2"), cli.GOOD[name]) in out
+        assert good_ratio(name, "smollm2") in out
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ import pytest
 
 from kvtier.cli import main
 from kvtier.errors import ConfigError
-from kvtier_connectors.bench import cli, codecs, disk_figures, faults, step_time
+from kvtier_connectors.bench import codecs, disk_figures, faults, step_time
 from kvtier_connectors.bench.disk import DiskSizes, disk_copy_figures
 from kvtier_connectors.bench.disk_age import aged_figures, restart_figure
+from kvtier_connectors.bench.good import GOOD
 from kvtier_connectors.bench.opening import BufferedFiles, scratch_directory
 from kvtier_connectors.bench.plain import PlainFile
 from kvtier_connectors.shapes import SHAPES
@@ -56,7 +57,7 @@ def verify_lines(out: str, names: list[str]) -> None:
     lines: list[dict[str, Any]] = [json.loads(line) for line in out.splitlines()]
     assert [line["figure"] for line in lines] == names
     for line in lines:
-        assert line["figure"] in cli.GOOD
+        assert line["figure"] in GOOD
         assert math.isfinite(line["value"])
         assert line["value"] > 0
         assert line["limit"] > 0

@@ -12,7 +12,7 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -124,9 +124,9 @@ class FaultySpace(Space):
         self.faults.meet("count_lookup")
         return super().count_lookup(asked, hit, miss, staged)
 
-    def locate(self, digests: Sequence[BlockDigest]) -> Located:
+    def locate(self, digests: Sequence[BlockDigest], last: Collection[str] = ()) -> Located:
         self.faults.meet("locate")
-        return super().locate(digests)
+        return super().locate(digests, last)
 
     def stage(self, *args: Any) -> Stage | None:
         self.faults.meet("stage")

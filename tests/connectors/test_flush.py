@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from kvtier.errors import TierError
 from kvtier.executor import ThreadExecutor
 from kvtier.reasons import DropReason
 from kvtier.testing import FakeClock
+from kvtier.testing.files import Fault
 from kvtier.tiers.throttled import ThrottledTier
 from kvtier_connectors.scheduler import KVTierScheduler
 from kvtier_engine.request import RequestState
@@ -293,7 +295,27 @@ def test_a_close_that_ran_out_of_time_says_how_many_blocks_are_lost(
     rig = open_disk()
     compute(rig, prompt(17))
     rig.engine.close(0.05)
-    assert "connector closed: 4 blocks could not be stored and are lost (not within 0.04 s)" in messages(caplog)
+    assert "connector closed: 4 blocks could not be stored and are lost (4 not within 0.04 s)" in messages(caplog)
+
+
+@pytest.mark.parametrize("num_chains", [1, 3])
+@pytest.mark.parametrize("fault", [Fault.WRITE_ERROR, Fault.FULL_ON_WRITE, "sick"])
+def test_the_reasons_that_a_close_gives_add_up_to_the_blocks_that_it_names(
+    open_disk: OpenDisk, caplog: pytest.LogCaptureFixture, fault: str, num_chains: int
+) -> None:
+    rig = open_disk(num_blocks=24, host_blocks=8)
+    for number in range(num_chains):
+        compute(rig, prompt(17, 100 * number))
+    if fault == "sick":
+        rig.lower._guard.breaker.trip()
+    else:
+        rig.files.inject(Fault(fault))
+    rig._run_inline()
+    rig.engine.close(0.5)
+    (line,) = [line for line in messages(caplog) if "connector closed" in line]
+    found = re.search(r"closed: (\d+) blocks .*\((.*)\)", line)
+    assert found, line
+    assert sum(int(part.split()[0]) for part in found[2].split(", ")) == int(found[1]) > 0, line
 
 
 def test_a_flush_does_not_write_what_is_there(open_disk: OpenDisk) -> None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.config import RestoreSettings
-from kvtier.families import StatsCollector
-from kvtier.metrics import LedgerSnapshot
+from kvtier.families import Snapshot, StatsCollector, families
+from kvtier.metrics import LedgerSnapshot, StatsSnapshot
 from kvtier.reasons import DropReason
 from kvtier.restore import RestoreDecision
 from kvtier.testing import FakeClock
 from kvtier_connectors.counts import ConnectorStats
 from kvtier_engine.testing.disk import disk_rigs
+from kvtier_engine.verdict import SchedulerStats
 
 
 def test_the_ledger_is_exported_by_reason() -> None:
@@ -78,3 +80,15 @@ def test_a_store_and_its_connector_share_a_registry_without_a_name_twice(tmp_pat
         assert {"kvtier_ledger_stored", "kvtier_disk_ledger_stored", "kvtier_disk_available"} <= set(names)
         samples = {sample.name: sample.value for family in families for sample in family.samples if not sample.labels}
         assert samples["kvtier_disk_ledger_stored_total"] == samples["kvtier_ledger_stored_total"] == 4
+
+
+@pytest.mark.parametrize("kind", [StatsSnapshot, ConnectorStats, SchedulerStats])
+def test_every_metric_has_a_help_that_says_more_than_its_name(kind: type[Snapshot]) -> None:
+    told = list(families(kind, "kvtier"))
+    assert len(told) > 10
+    for family in told:
+        words = family.help.rpartition(": ")[2]
+        assert len(words.split()) >= 3, family
+        assert words.replace(" ", "_") not in family.name, family
+        assert "_" not in words.replace("restore.capacity_bound_s", ""), family
+    assert len({family.help for family in told}) == len(told), "no two say the same"

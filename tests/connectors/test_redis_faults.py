@@ -20,8 +20,9 @@ from kvtier.keys import Extras, digest_tokens
 from kvtier.metrics import RedisStats
 from kvtier.testing.redis_servers import RedisConnection
 from kvtier.testing.redis_servers.waiting import wait_until
-from kvtier_connectors.bench import cli, faults, redis_fault_figures, seeded, step_time
+from kvtier_connectors.bench import faults, redis_fault_figures, seeded, step_time
 from kvtier_connectors.bench.faults import CASES, FaultSizes, quiet, seconds_until_back
+from kvtier_connectors.bench.good import GOOD
 from kvtier_connectors.bench.ground import Ground, RedisKind, alone, behind_proxy, clustered
 from kvtier_connectors.bench.redis_faults import KILLED, STOPPED, make_room, use_up
 from kvtier_connectors.bench.rig import FaultRig
@@ -358,7 +359,7 @@ def test_faults_of_redis_have_a_row_each_and_the_bars(capsys: pytest.CaptureFixt
         for figure in ("step_time", "waited", "unhindered", "back")
     ]
     assert [line["figure"] for line in figures] == expected
-    assert set(expected) <= set(cli.GOOD)
+    assert set(expected) <= set(GOOD)
     assert all(math.isfinite(line["value"]) for line in figures)
     assert [line["value"] for line in figures if "unhindered" in line["figure"]] == [1.0, 1.0, 1.0]
     assert list(tmp_path.iterdir()) == []

@@ -183,6 +183,29 @@ def test_config_shows_each_value_and_its_source(
     assert "environment variable KVTIER_HOST__SIZE" in table
 
 
+@pytest.mark.parametrize("columns", ["20", "80", "300"])
+def test_config_cuts_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: str) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    path = "/mnt/" + "/".join(["a-directory-of-a-long-name"] * 6)
+    monkeypatch.setenv("KVTIER_DISK__PATH", path)
+    assert run(["config"], []) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "…" not in "".join(lines)
+    (row,) = [line for line in lines if "disk.path" in line]
+    assert path in row
+    assert "environment variable KVTIER_DISK__PATH" in row
+
+
+def test_config_shows_defaults_though_the_environment_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVTIER_FOO", "1")
+    assert run(["config"], []) == 2
+    assert "kvtier config --defaults" in capsys.readouterr().err
+    assert run(["config", "--defaults"], []) == 0
+    assert "host.size" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("arguments", [["config"], ["config", "--json"], ["--help"], ["--version"]])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_output_that_cannot_be_written_is_one_line(arguments: list[str], unbuffered: str) -> None:

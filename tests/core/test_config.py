@@ -23,6 +23,9 @@ from kvtier.config import (
 from kvtier.config.sizes import parse_size
 from kvtier.config.sources import setting_fields, variable_name
 from kvtier.errors import ConfigError
+from kvtier.keys import Namespace, Shard
+from kvtier.layout import KVLayout
+from kvtier.store import Store
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
 GIB = 1 << 30
@@ -34,7 +37,7 @@ VALUES: dict[str, tuple[str, object, str]] = {
     "host.slab": ("128MiB", 128 << 20, "-1"),
     "host.pin": ("prefer", "prefer", "yes"),
     "host.policy": ("s3fifo", "s3fifo", "least recent"),
-    "host.quotas": ("a=8GiB, *=1024", {"a": 8 * GIB, "*": 1024}, "lots"),
+    "host.quotas": ("a=8GiB, *=1048576", {"a": 8 * GIB, "*": 1 << 20}, "lots"),
     "disk.path": ("/mnt/a:/mnt/b", ("/mnt/a", "/mnt/b"), ":"),
     "disk.size": ("2TiB", 2 << 40, "2TB"),
     "disk.min_free": ("1GiB", GIB, "5%"),
@@ -59,6 +62,33 @@ VALUES: dict[str, tuple[str, object, str]] = {
     "redis.timeout_s": ("0.25", 0.25, "nan"),
     "redis.min_uses": ("2", 2, "0"),
     "redis.max_write_rate": ("200MiB", 200 << 20, "fast"),
+    "server.url": ("kvtier+tcp://a:9408", "kvtier+tcp://a:9408", "http://a"),
+    "server.token_file": ("/run/secrets/kvtier", "/run/secrets/kvtier", ""),
+    "server.tls_ca_file": ("/etc/ca.pem", "/etc/ca.pem", ""),
+    "server.tls_cert_file": ("/etc/cert.pem", "/etc/cert.pem", ""),
+    "server.tls_key_file": ("/etc/key.pem", "/etc/key.pem", ""),
+    "server.connections": ("8", 8, "0"),
+    "server.timeout_s": ("0.25", 0.25, "nan"),
+    "server.min_uses": ("2", 2, "0"),
+    "server.max_write_rate": ("200MiB", 200 << 20, "fast"),
+    "daemon.socket": ("/run/kv.sock", "/run/kv.sock", ""),
+    "daemon.listen": ("0.0.0.0:9408", "0.0.0.0:9408", "9408"),
+    "daemon.http": ("[::1]:9407", "[::1]:9407", "9407"),
+    "daemon.admin_socket": ("off", "off", ""),
+    "daemon.tenants": ("default=4GiB", {"default": 4 * GIB}, "lots"),
+    "daemon.credentials": ("default=uid:1000", "default=uid:1000", "default=pw:x"),
+    "daemon.tls_cert_file": ("/etc/cert.pem", "/etc/cert.pem", ""),
+    "daemon.tls_key_file": ("/etc/key.pem", "/etc/key.pem", ""),
+    "daemon.tls_client_ca_file": ("/etc/ca.pem", "/etc/ca.pem", ""),
+    "daemon.checksums": ("false", False, "maybe"),
+    "daemon.reservation_s": ("5", 5.0, "nan"),
+    "daemon.dma_grace_s": ("0", 0.0, "nan"),
+    "daemon.client_timeout_s": ("2.5", 2.5, "nan"),
+    "daemon.max_clients": ("64", 64, "0"),
+    "daemon.credits": ("8", 8, "0"),
+    "daemon.drain_s": ("0", 0.0, "inf"),
+    "daemon.log_level": ("debug", "debug", "all"),
+    "daemon.log_format": ("json", "json", "xml"),
     "store.policy": ("off", "off", "on-evict"),
     "store.horizon_steps": ("4", 4.0, "nan"),
     "store.max_inflight_blocks": ("9", 9, "0"),
@@ -177,9 +207,24 @@ def test_a_variable_that_is_nearly_one_of_ours_is_refused(variable: str) -> None
         load_settings(env={variable: "1GiB"})
 
 
-def test_an_unknown_setting_like_no_other_lists_them_all() -> None:
-    with pytest.raises(ConfigError, match=r"zzz .* is no setting; settings are host\.size, .*restore"):
-        load_settings(env={}, overrides={"zzz": 1})
+@pytest.mark.bug("US01")
+@pytest.mark.parametrize(
+    ("env", "overrides", "words"),
+    [
+        ({}, {"zzz": 1}, r"zzz .* is no setting; `kvtier config --defaults` lists all settings$"),
+        ({"KVTIER_FOO": "1"}, {}, r"KVTIER_FOO is no setting; `kvtier config --defaults` lists all settings$"),
+        (
+            {"KVTIER_HOST_SIZE": "1"},
+            {},
+            r"is no setting: did you mean KVTIER_HOST__SIZE\? `kvtier config --defaults` lists all settings$",
+        ),
+    ],
+)
+def test_an_unknown_setting_names_the_nearest_and_where_all_are(
+    env: dict[str, str], overrides: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_settings(env=env, overrides=overrides)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +258,7 @@ def test_sizes_are_read_to_the_byte(number: int, unit: str, gap: str) -> None:
         ({"host": 3}, ["host = 3", "is a group: set one of host.size"]),
         ({"host.slab": 2048}, ["host.slab = 2048", "4096"]),
         (
-            {"host.size": GIB, "host.quotas": {"a": 1, "b": "2GiB"}},
+            {"host.size": GIB, "host.quotas": {"a": "1MiB", "b": "2GiB"}},
             ["host.quotas: 'b' may have 2147483648 bytes", "host.size = 1073741824", "argument host.quotas"],
         ),
     ],
@@ -311,6 +356,10 @@ def test_an_explicit_size_is_held_or_refused_with_the_numbers() -> None:
         ({"a": 1 << 63}, r"write numbers below 2\*\*63"),
         ([1], "write a table of tenant = size"),
         (3, "write a table of tenant = size"),
+        ("a=8", "a may have 8 bytes only: write a unit, such as 'a=8GiB', or leave a out"),
+        ("b=2GiB,a=1048575", "a may have 1048575 bytes only: write a unit, such as 'a=1048575B'"),
+        ({"a": 64}, "a may have 64 bytes"),
+        ("a=4095B", "a may have 4095 bytes"),
     ],
 )
 def test_quotas_that_are_none_are_refused(value: object, words: str) -> None:
@@ -419,3 +468,91 @@ def test_a_password_is_in_no_message(value: object) -> None:
     with pytest.raises(ConfigError, match="twice") as caught:
         load_settings(env={}, overrides={"redis.password": "hunter2", "redis": {"password": "hunter2"}})
     assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"listen": "0.0.0.0:9408"}, ["daemon.listen = '0.0.0.0:9408'", "daemon.credentials", "tls_client_ca_file"]),
+        ({"listen": "127.0.0.1:9408", "credentials": "default=uid:0"}, ["daemon.listen", "token"]),
+        ({"socket": "off"}, ["daemon.socket", "daemon.listen", "set one"]),
+        ({"admin_socket": "/run/kvtier/kvtier.sock"}, ["daemon.admin_socket", "another path"]),
+        ({"tls_cert_file": "/c"}, ["daemon.tls_cert_file", "daemon.tls_key_file", "together"]),
+        ({"tls_client_ca_file": "/c"}, ["daemon.tls_client_ca_file", "daemon.tls_cert_file"]),
+        ({"credentials": "default=cert:x"}, ["'x'", "daemon.tls_client_ca_file"]),
+        ({"credentials": "a=uid:0"}, ["'a'", "daemon.tenants", "default"]),
+        ({"tenants": "a=1GiB,b=1GiB", "credentials": "a=uid:0"}, ["daemon.tenants", "'b'", "daemon.credentials"]),
+        ({"tenants": "a=1GiB"}, ["daemon.tenants", "'a'", "daemon.credentials"]),
+    ],
+)
+def test_a_daemon_is_not_started_with_what_nobody_could_use_or_anybody(
+    overrides: dict[str, Any], words: list[str]
+) -> None:
+    daemon = load_settings(env={}, overrides={"daemon": overrides}).daemon
+    with pytest.raises(ConfigError) as caught:
+        daemon.check()
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_credentials_are_read() -> None:
+    daemon = load_settings(
+        env={}, overrides={"daemon.credentials": ["a=uid:007", " b=cert:engine 1", "a=token:/run/secrets/a"]}
+    ).daemon
+    assert [tuple(each) for each in daemon.bound_credentials] == [
+        ("a", "uid", "7"),
+        ("b", "cert", "engine 1"),
+        ("a", "token", "/run/secrets/a"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("a=token:secret", "whole path"),
+        ("a=uid:root", "'root' is no user's number"),
+        ("a=uid:1,b=uid:01", "named twice"),
+        ("a=password:x", "write what shows a tenant"),
+        (["a=uid:1", 3], "write what shows a tenant"),
+        ("..=uid:1,", "write what shows a tenant"),
+    ],
+)
+def test_credentials_that_are_none_are_refused(value: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^daemon\.credentials = .*: .*{words}"):
+        load_settings(env={}, overrides={"daemon.credentials": value})
+
+
+@pytest.mark.parametrize("name", ["*", ".", ".."])
+def test_a_tenant_has_a_name_that_a_directory_may_have(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^daemon\.tenants = .*is no name of a tenant here"):
+        load_settings(env={}, overrides={"daemon.tenants": {name: 1 << 30}})
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://h:1", "kvtier+tcp://h", "kvtier+tcp://h:1/x", "kvtier+unix://h/x", "kvtier+unix:///", "kvtier+tcp://[:1"],
+)
+def test_a_server_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"^server\.url = .*write kvtier\+unix:///path or kvtier\+tcp://host:port"):
+        load_settings(env={}, overrides={"server.url": url})
+
+
+def test_a_token_stands_in_no_url() -> None:
+    with pytest.raises(ConfigError, match=r"server\.token_file") as caught:
+        load_settings(env={}, overrides={"server.url": "kvtier+tcp://hunter2@h:1"})
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["redis://h/3", "rediss://h:6380/0", "redis://a:1,redis://h:7/12"])
+def test_the_number_of_a_redis_database_is_refused_by_name(url: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^redis\.url = .*KVTIER_REDIS__URL.*number of a database.*not supported.*write"
+    ):
+        load_settings(env={"KVTIER_REDIS__URL": url})
+
+
+def test_a_quota_of_less_than_one_block_is_refused_when_the_block_is_known() -> None:
+    layout = KVLayout(num_layers=4, num_kv_heads=8, head_dim=128, dtype="float16", block_tokens=16)
+    settings = load_settings(env={}, overrides={"host.size": "64MiB", "host.quotas": {"a": "64KiB"}})
+    words = r"host\.quotas: 'a' may have 65536 bytes, and one block takes \d+"
+    with Store(settings, touch=False) as store, pytest.raises(ConfigError, match=words):
+        store.open_space(Namespace("m", "r", layout, "g", Shard(0, 1)))

@@ -129,6 +129,26 @@ def test_an_abort_after_the_commit_is_harmless(four: Harness) -> None:
     assert four.tier.commit([reservation]) == [False]
 
 
+def test_a_withdrawn_block_may_be_had_otherwise_and_keeps_its_slot(four: Harness) -> None:
+    four.store(0)
+    first = four.reserve(1, parent=0)
+    four.tier.withdraw(first)
+    four.tier.withdraw(first)
+    assert four.evicted == [name(1)]
+    assert four.tier.state(SPACE, name(1)) is None
+    second = four.reserve(1, parent=0)
+    assert second.lease.slot != first.lease.slot, "somebody may still write to it"
+    second.lease.view[:] = content(1)
+    assert four.tier.commit([second]) == [True]
+    first.lease.view[:] = content("late")
+    assert four.tier.commit([first]) == [False]
+    four.tier.withdraw(second)
+    four.tier.abort(first)
+    (lease,) = four.lease(1)
+    assert lease.view == content(1)
+    assert four.evicted == [name(1)]
+
+
 @pytest.mark.bug("CR20")
 def test_of_two_stores_of_one_key_the_second_is_told(four: Harness) -> None:
     first = four.reserve(1, owner=four.pool.owner("one"))

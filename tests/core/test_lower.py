@@ -196,8 +196,22 @@ def test_a_rate_of_writing_is_kept_and_reads_pass(make: Callable[..., Harness]) 
     assert waits == pytest.approx([0.75, 1.75, 2.75])
 
 
+def test_a_rate_may_change_where_there_is_one(make: Callable[..., Harness]) -> None:
+    harness = make(max_write_rate=PAGE_BYTES)
+    throttle = harness.lower._watched.inner
+    assert isinstance(throttle, ThrottledTier)
+    waits: list[float] = []
+    throttle._wait = waits.append
+    assert harness.lower.set_max_write_rate("off")
+    for number in range(4):
+        assert harness.write(number) is WriteOutcome.STORED
+    assert sum(waits) < 1e-6
+
+
 def test_a_store_without_a_rate_has_no_throttle(make: Callable[..., Harness]) -> None:
-    assert not isinstance(make().lower._watched.inner, ThrottledTier)
+    lower = make().lower
+    assert not isinstance(lower._watched.inner, ThrottledTier)
+    assert not lower.set_max_write_rate(1)
 
 
 # ---- whether it may be asked -----------------------------------------------------------------------------------------

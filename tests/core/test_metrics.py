@@ -202,7 +202,9 @@ def test_prometheus_text_has_every_field_once_and_nothing_negative(store: Store,
     families = list(text_string_to_metric_families(text))
     names = Counter(family.name for family in families)
     assert names == Counter(
-        f"kvtier_{field.name}" for field in dataclasses.fields(StatsSnapshot) if field.name not in ("disk", "redis")
+        f"kvtier_{field.name}"
+        for field in dataclasses.fields(StatsSnapshot)
+        if field.name not in ("disk", "server", "redis")
     )
     stats = store.stats()
     for family in families:
@@ -251,7 +253,7 @@ def test_prometheus_text_has_every_field_of_the_disk_too(tmp_path: Path) -> None
         expected = {
             f"kvtier_{f.name}": getattr(stats, f.name)
             for f in dataclasses.fields(stats)
-            if f.name not in ("disk", "redis")
+            if f.name not in ("disk", "server", "redis")
         }
         expected |= {
             f"kvtier_disk_{f.name}": getattr(stats.disk, f.name)

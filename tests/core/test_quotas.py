@@ -225,7 +225,7 @@ def test_integrity_sees_bytes_miscounted_and_a_quota_passed(eight: Harness) -> N
 
 def test_the_store_takes_the_quotas_that_are_set() -> None:
     sizes = {"host.size": "1MiB", "host.slab": "1MiB"}
-    loaded = load_settings(env={"KVTIER_HOST__QUOTAS": "a=512KiB,*=4096"}, overrides=sizes)
+    loaded = load_settings(env={"KVTIER_HOST__QUOTAS": "a=512KiB,*=4KiB"}, overrides=sizes)
     with Store(loaded, memory=MemorySnapshot(1 << 30, 1 << 30), touch=False) as store:
         owner = store.pool.owner("test")
         assert isinstance(store.host.reserve(SPACE, name(0), None, 4096, owner, tenant="b"), Reservation)

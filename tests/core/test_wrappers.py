@@ -599,6 +599,18 @@ def test_the_rate_holds_over_any_time(batches: list[tuple[int, float]]) -> None:
             assert before <= RATE * (begun[last][0] - begun[first][0] + BURST_S) + 1e-6
 
 
+def test_a_new_rate_holds_for_what_is_not_paid_for_too(clock: FakeClock) -> None:
+    waits: list[float] = []
+    tier = ThrottledTier(DictTier(), RATE, clock, waits.append)
+    tier.write(writes(0, nbytes=int(RATE * (1 + BURST_S))))  # a second's worth beyond the burst
+    tier.set_rate(RATE / 2)
+    tier.write(writes(1, nbytes=1))
+    assert waits == [pytest.approx(2.0)]
+    tier.set_rate(1e15)
+    tier.write(writes(2, nbytes=1))
+    assert waits[1:] == [] or waits[1] < 1e-6
+
+
 def test_threads_wait_each_for_those_before_it(clock: FakeClock) -> None:
     waits: list[float] = []
     tier = ThrottledTier(DictTier(), RATE, clock, waits.append)

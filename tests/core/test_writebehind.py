@@ -709,6 +709,48 @@ def test_a_flush_to_a_tier_that_takes_nothing_ends_and_holds_nothing(answer: Wri
     harness.close()
 
 
+@pytest.mark.bug("LK05")
+@pytest.mark.parametrize("min_uses", [1, 2])
+def test_while_the_tier_is_down_nothing_is_due_again(min_uses: int) -> None:
+    harness = Harness(8, min_uses=min_uses, executor=InlineExecutor())
+    harness.tier.answer = lambda number: WriteOutcome.REFUSED
+    harness.writer._is_available = lambda: False
+    harness.store_chain(*range(4))
+    if min_uses == 2:
+        harness.use(*range(4))
+    counts = harness.counts()
+    assert (counts[0], counts[3]) == (4, 0)
+    for _ in range(3):
+        assert harness.writer.flush(100.0) == 4
+        harness.use(*range(4))
+        assert harness.counts() == counts, "each has been counted"
+    harness.forget(1, 3)
+    assert harness.writer.flush(100.0) == 2, "what left host memory cannot be written"
+    harness.writer._is_available = lambda: True
+    harness.tier.answer = lambda number: None
+    assert harness.writer.flush(100.0) == 0
+    assert {0, 2} >= harness.tier.numbers >= {0}
+    harness.close()
+
+
+def test_a_flush_counts_no_orphan_again_whose_parent_stays_dropped() -> None:
+    harness = Harness(12, max_blocks=2, executor=InlineExecutor())
+    harness.tier.answer = lambda number: WriteOutcome.ERROR if number == 0 else None
+    harness.store_chain(*range(6))
+    harness.store_chain(*range(10, 14))
+    before = harness.counts()
+    assert before[2] == {DropReason.TIER_ERROR: 1, DropReason.ORPHAN: 5}
+    for number in range(1, 4):
+        assert harness.writer.flush(100.0) == 6
+        due, stored, dropped, pending = harness.counts()
+        assert (stored, pending, dropped[DropReason.ORPHAN]) == (before[1], 0, 5)
+        assert due == before[0] + number, "the first of them, once a flush"
+    harness.tier.answer = lambda number: None
+    assert harness.writer.flush(100.0) == 0
+    assert harness.tier.numbers == {*range(6), *range(10, 14)}
+    harness.close()
+
+
 def test_a_flush_does_not_wait_for_a_clock_that_went_back(eight: Harness) -> None:
     eight.store_chain(0, 1)
     waits: list[float | None] = []
@@ -886,7 +928,7 @@ class WriteBehindMachine(RuleBasedStateMachine):
         start = self.harness.clock.now()
         left = self.flush()
         assert self.harness.clock.now() == start, "it ended for lack of work, not of time"
-        assert left == len(self.harness.writer._dropped)
+        assert left == sum(self.harness.host.contains(list(self.harness.writer._dropped)))
 
     @precondition(lambda self: self.min_uses == 1 and self.max_blocks)
     @rule()

@@ -138,6 +138,21 @@ def test_with_a_redis_server_the_new_process_restores_from_there(
     assert "as it is" not in done.stdout + done.stderr
 
 
+@pytest.mark.slow
+def test_with_a_kvtier_server_the_new_process_restores_from_there(tiny_model: Path) -> None:
+    done = run_demo("--model", str(tiny_model), "--sessions", "5", "--json", "--server")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert (result["kv_bit_equal"], result["tokens_equal"]) == (True, True)
+    assert set(result["ttft_s"]) == {"recompute", "gpu_hit", "host", "server"}
+    assert result["restored_tokens"]["server"] > result["restored_tokens"]["host"], "third turns are longer than second"
+    server = result["server"]
+    assert server["blocks_written"] >= result["restored_tokens"]["server"] // 16
+    assert (server["unstored_blocks"], server["damaged_blocks"]) == (0, 0)
+    socket = Path(server["url"].removeprefix("kvtier+unix://"))
+    assert not socket.parent.exists(), "the server, and its directory with it, are gone"
+
+
 @needs_redis_server
 def test_a_redis_server_that_does_not_answer_is_one_clear_line() -> None:
     with RedisServer() as server:
@@ -148,7 +163,7 @@ def test_a_redis_server_that_does_not_answer_is_one_clear_line() -> None:
     assert "Traceback" not in done.stderr
     both = run_demo("--redis", "redis://127.0.0.1:1", "--disk", "here")
     assert both.returncode == 2
-    assert "--disk and --redis: name one of the two" in both.stderr
+    assert "--disk, --redis and --server: name one of them" in both.stderr
 
 
 @pytest.mark.model

@@ -10,16 +10,16 @@ from redis.crc import key_slot
 from kvtier.clock import MonotonicClock
 from kvtier.keys import KEY_BYTES, Key
 from kvtier.testing import FakeClock
+from kvtier.tiers.ledger import MAX_BLOCKS, Ledger
 from kvtier.tiers.redis.address import Address, parse_address
 from kvtier.tiers.redis.backoff import FullBackoff
-from kvtier.tiers.redis.ledger import MAX_BLOCKS, Ledger
 from kvtier.tiers.redis.replies import Meaning, Redirect, hint, meaning, redirect
 from kvtier.tiers.redis.resp import ErrorReply, ProtocolError, encode, parse_number, repeated
 from kvtier.tiers.redis.servers import ServerInfo
 from kvtier.tiers.redis.slots import slot_of, slots_of
 from tests.redis.rig import key_of, name_of
 
-keys = st.lists(st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES).map(Key), min_size=1, max_size=20)
+keys = st.lists(st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES).map(Key), min_size=1, max_size=50)
 prefixes = st.from_regex(r"[A-Za-z0-9_.:-]{1,64}", fullmatch=True)
 
 
@@ -97,7 +97,7 @@ def test_what_info_says() -> None:
 
 
 def test_the_books_have_a_bound() -> None:
-    ledger = Ledger()
+    ledger = Ledger("redis")
     some = [Key(i.to_bytes(KEY_BYTES, "big")) for i in range(MAX_BLOCKS + 3)]
     ledger.add([(key, 10) for key in some])
     ledger.check_integrity()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -147,3 +148,101 @@ def test_more_than_the_buffer_holds_can_be_pushed_back() -> None:
         far.sendall(b"+OK\r\n")
         assert channel.read_reply() == b"OK"
         assert channel.is_idle
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "num_reads", "first", "then"),
+    [
+        (300_000, 1, 4, 3),  # 1 MiB of answers
+        (2 << 20, 1, 2, 1),  # the next is there while one is read
+        (300_000, 4, 2, 1),
+        (2 << 20, 4, 1, 1),  # other reads have the server at work
+        (30_000, 16, 4, 2),
+        (300_000, 16, 1, 1),
+    ],
+)
+def test_the_more_read_at_once_the_less_each_asks_for_ahead(nbytes: int, num_reads: int, first: int, then: int) -> None:
+    names = [str(number) for number in range(12)]
+    buffer = memoryview(bytearray(nbytes))  # of all of them: only what is asked for is looked at
+    with wired() as (channel, far):
+        far.settimeout(5.0)
+        gets = Gets(
+            [ReadRequest(key_of(name), buffer) for name in names], Naming("p:", "default"), None, num_reads=num_reads
+        )
+        gets.begin(channel)
+        asked = [far.recv(1 << 16).count(b"GET")]
+
+        def serve() -> None:
+            far.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+            for name in names[: asked[0]]:
+                far.sendall(told(name, nbytes))
+            while sum(asked) < len(names):
+                asked.append(far.recv(1 << 16).count(b"GET"))
+                for name in names[sum(asked[:-1]) : sum(asked)]:
+                    far.sendall(told(name, nbytes))
+
+        teller = threading.Thread(target=serve)
+        teller.start()
+        try:
+            gets.finish(channel)
+        finally:
+            if not gets.is_done:
+                channel.shut()
+            teller.join()
+        assert gets.answers == [OK] * len(names)
+        assert channel.is_idle
+        assert asked[0] == first
+        assert min(asked[1:-1], default=then) >= then
+
+
+def test_threads_and_exchanges_do_not_mix_up_their_answers() -> None:
+    """What stands before a block goes to memory that a thread keeps from call to call."""
+
+    def one(number: int) -> None:
+        for turn in range(5):
+            nbytes = 3000 * (1 + (number + turn) % 3)
+            lengths = {f"{number} {turn} {i}": nbytes for i in range(4)}
+            answers = b"".join(
+                told(name, size, checksum=1) if "2" in name[-1] else told(name, size) for name, size in lengths.items()
+            )
+            with wired() as (channel, far):
+                outcomes, buffers = read(channel, far, lengths, answers, 1 << 24)
+            assert outcomes == [OK, OK, DAMAGED, OK]
+            assert bytes(buffers[0]) == block_of(f"{number} {turn} 0", nbytes)
+
+    with ThreadPoolExecutor(4) as pool:
+        for _ in pool.map(one, range(8)):
+            pass
+
+
+def test_a_time_that_an_earlier_call_had_ends_no_later_one() -> None:
+    clock = MonotonicClock()
+    with wired(timeout_s=0.3) as (channel, far):
+        far.sendall(b"+OK\r\n")
+        channel.send([b"PING"], 1)
+        assert channel.read_reply() == b"OK"  # the kernel ends what takes longer than 0.3 s now
+        channel.deadline = clock.now() + 0.5
+        later = threading.Timer(0.4, far.sendall, [b"+OK\r\n"])
+        later.start()
+        channel.send([b"PING"], 1)
+        assert channel.read_reply() == b"OK"
+        later.join()
+        began = clock.now()
+        channel.deadline = began + 0.6
+        channel.send([b"PING"], 1)
+        with pytest.raises(DeadlineError, match="did not answer in time"):
+            channel.read_reply()
+        assert 0.6 <= clock.now() - began < 5
+        assert not channel.is_idle
+
+
+def test_a_request_that_is_not_taken_ends_with_the_call() -> None:
+    clock = MonotonicClock()
+    with wired(timeout_s=0.2) as (channel, _):
+        channel.send([b"PING"], 1)
+        began = clock.now()
+        channel.deadline = began + 0.3
+        with pytest.raises(DeadlineError, match="did not take a request in time"):
+            channel.send([bytes(16 << 20)], 1)
+        assert 0.3 <= clock.now() - began < 5
+        assert not channel.is_idle

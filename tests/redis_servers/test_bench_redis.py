@@ -12,7 +12,8 @@ import pytest
 
 from kvtier.cli import main
 from kvtier.testing.redis_servers import RedisServer
-from kvtier_connectors.bench import cli, redis_figures, redis_limit, redis_traffic
+from kvtier_connectors.bench import redis_figures, redis_limit, redis_traffic
+from kvtier_connectors.bench.good import GOOD
 from kvtier_connectors.bench.redis_limit import Place, RawClient
 from kvtier_connectors.bench.redis_traffic import RedisBench, RedisSizes, Values
 from kvtier_connectors.shapes import SHAPES
@@ -62,7 +63,7 @@ def verify_lines(out: str, names: list[str]) -> None:
     lines: list[dict[str, Any]] = [json.loads(line) for line in out.splitlines()]
     assert [line["figure"] for line in lines] == names
     for line in lines:
-        assert line["figure"] in cli.GOOD
+        assert line["figure"] in GOOD
         assert math.isfinite(line["value"])
         assert line["value"] > 0
         assert line["limit"] > 0

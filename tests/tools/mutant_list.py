@@ -26,7 +26,20 @@ failing test said. `make mutants` runs all. Rules that no fault of ours can brea
 
 from __future__ import annotations
 
-from tests.tools.faults import blocks, eviction, lifetime, matches, progress, remote, restores, sizes, staging, turns
+from tests.tools.faults import (
+    admin,
+    blocks,
+    eviction,
+    lifetime,
+    matches,
+    progress,
+    protocol,
+    remote,
+    restores,
+    sizes,
+    staging,
+    turns,
+)
 from tests.tools.mutation import Mutant
 
 __all__ = ["GUARDS", "MUTANTS", "NO_MUTANT", "Mutant"]
@@ -42,6 +55,8 @@ MUTANTS: list[Mutant] = [
     *turns.MUTANTS,
     *matches.MUTANTS,
     *eviction.MUTANTS,
+    *protocol.MUTANTS,
+    *admin.MUTANTS,
 ]
 
 GUARDS = (

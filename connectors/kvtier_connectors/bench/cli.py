@@ -1,4 +1,4 @@
-"""The commands `kvtier bench tiers`, `lookup`, `codecs` and `faults`."""
+"""The commands `kvtier bench tiers`, `lookup`, `server`, `codecs` and `faults`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvtier.errors import ConfigError
+from kvtier_connectors.bench.good import good_ratio
 
 if TYPE_CHECKING:
     from kvtier_connectors.bench.faults import FaultRow
@@ -18,65 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 TIERS = ("host", "disk", "redis")
-
-# What a figure should be on any machine.
-GOOD = {
-    "host.store": "0.8 or more",
-    "host.restore": "0.8 or more",
-    "host.store_first_touch": "near 1",
-    "pool.start": "below 1",
-    "connector.idle_step": "below 1",
-    "peak_memory": "near 0",
-    "lookup.array": "1.6 or less",
-    "lookup.list": "2.5 or less",
-    "disk.store": "0.9 or more",
-    "disk.restore": "0.9 or more",
-    "disk.restore.p50_ms": "1.5 or less",
-    "disk.restore.p99_ms": "1.5 or less",
-    "disk.store.c1": "0.6 or more",
-    "disk.store.c4": "0.9 or more",
-    "disk.store.c16": "0.9 or more",
-    "disk.restore.c1": "0.6 or more",
-    "disk.restore.c4": "0.9 or more",
-    "disk.restore.c16": "0.9 or more",
-    "disk.restore_buffered": "0.8 or more",
-    "disk.warm_restart": "below 1",
-    "disk.write_amplification": "1 or less",
-    "disk.hit_rate": "0.85 or more",
-    "codec.lz4.ratio": "1 or more",
-    "codec.lz4.down": "",
-    "codec.lz4.up": "",
-    "codec.shuffle_lz4.ratio": "1.1 or more",
-    "codec.shuffle_lz4.down": "",
-    "codec.shuffle_lz4.up": "",
-    "faults.step_time": "1 or less",
-    "faults.seeded": "",
-}
-GOOD |= {
-    f"faults.redis.{figure}.{case}": good
-    for case in ("stopped", "killed", "failing_over")
-    for figure, good in {
-        "step_time": "1 or less",
-        "waited": "1 or less",
-        "unhindered": "1",
-        "back": "1 or less",
-    }.items()
-}
-GOOD |= {
-    f"redis.{topology}{figure}": good
-    for topology in ("", "cluster.")
-    for figure, good in {
-        **{f"{way}.c{threads}": "0.8 or more" for way in ("store", "restore") for threads in (1, 4, 16)},
-        "restore.p50_ms": "1.5 or less",
-        "restore.p99_ms": "1.5 or less",
-        "mixed.c4": "0.8 or more",
-        "mixed.c4.p50_ms": "1.5 or less",
-        "mixed.c4.p99_ms": "1.5 or less",
-        **{f"lookup.{case}": "3 or less" for case in ("hits", "holes", "none")},
-    }.items()
-}
-# Small segments: the copy's own work per segment counts.
-GOOD_BY_SHAPE = {("host.store", "smollm2"): "0.5 or more", ("host.restore", "smollm2"): "0.5 or more"}
 
 command = typer.Typer(
     no_args_is_help=True,
@@ -228,6 +170,38 @@ def lookup(runs: Runs = 21, as_json: AsJson = False) -> None:
     _print(lookup_figures(runs, NUM_TOKENS), as_json=as_json)
 
 
+@command.command("server")
+def server(
+    shape: Annotated[str, typer.Option(help="Block layout: llama8b (2 MiB) or smollm2 (360 KiB).")] = "llama8b",
+    runs: Runs = 11,
+    as_json: AsJson = False,
+) -> None:
+    """Bytes of several processes to a kvtier-server and back. Needs 6 GiB of free memory and two minutes.
+
+    Starts servers and clients of its own, on sockets in a directory of its own and free ports of 127.0.0.1, which share
+    the CPUs. Each run moves 512 MiB of noise, of all clients together; c1 and c4: one client process, and four.
+
+    server.unix.store, server.unix.restore: through the server's memory, which the clients map; limit: as many
+    processes that each keep the same blocks in host memory of their own, reserved, copied and committed one by one.
+
+    server.unix.unchecked: the same with daemon.checksums = false.
+
+    server.tcp.store, server.tcp.restore: through a TCP connection; limit: the same bytes through plain sockets, from
+    and to touched memory of another process.
+
+    server.lookup: which of 8,192 blocks are held, all of them being held; limit: 3 ms, a bar.
+
+    server.ping: there and back; limit: as many bytes echoed by a plain Unix socket of another Python process.
+
+    server.start: from the start of the process with a pool of 8 GiB until a client was welcomed and had an answer;
+    limit: 1.5 s, a bar.
+    """
+    from kvtier_connectors.bench.server_figures import ServerSizes, server_figures
+    from kvtier_connectors.shapes import shape_layout
+
+    _print(server_figures(shape, shape_layout(shape), runs, ServerSizes()), as_json=as_json)
+
+
 @command.command("codecs")
 def codecs(runs: Runs = 11, as_json: AsJson = False) -> None:
     """Codecs on KV of a real model, computed here over real text: SmolLM2-135M with kvtier's engine. A minute.
@@ -364,6 +338,6 @@ def _print(figures: Iterator[Figure], *, as_json: bool) -> None:
             status.update(f"measured {figure.figure}")
             table.title = figure.shape
             value, limit = (f"{number:,.4g} {figure.unit}".rstrip() for number in (figure.value, figure.limit))
-            good = GOOD_BY_SHAPE.get((figure.figure, figure.shape), GOOD[figure.figure])
+            good = good_ratio(figure.figure, figure.shape)
             table.add_row(figure.figure, value, limit, f"{figure.ratio:.2f}", good, str(figure.runs))
     Console().print(table)

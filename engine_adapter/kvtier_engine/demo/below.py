@@ -1,11 +1,17 @@
-"""The tier below host memory that the demo's two processes share: a directory, or Redis under a prefix of the run."""
+"""The tier below host memory that the demo's two processes share: a directory, Redis under a prefix of the run, or a
+kvtier-server that the demo starts."""
 
 from __future__ import annotations
 
 import logging
 import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,14 +24,19 @@ from kvtier_engine.demo.directory import check_room, ended_by_exception, fresh_d
 if TYPE_CHECKING:
     from redis import Redis
 
-__all__ = ["Below", "disk_below", "redis_below"]
+__all__ = ["Below", "disk_below", "redis_below", "server_below"]
 
 DISK_SHARE = 2  # of the bytes of all sessions: room for segments that are open, spare or half empty
 MIN_DISK_BYTES = 256 << 20
 MIN_FREE_BYTES = 64 << 20
 NO_DISK = {"path": "none"}
+SERVER_SHARE = 2  # of the bytes of all sessions
+MIN_SERVER_BYTES = 256 << 20
 SCAN_COUNT = 1000
 ANSWER_S = 5.0
+START_S = 20.0
+POLL_S = 0.01
+DRAIN_S = 5.0
 
 logger = logging.getLogger("kvtier.demo")
 
@@ -69,6 +80,53 @@ def redis_below(url: str) -> Iterator[Below]:
             yield Below("redis", lambda _blocks, _bytes: {"disk": NO_DISK, "redis": override})
         finally:
             _remove_all(client, prefix)
+
+
+@contextmanager
+def server_below() -> Iterator[Below]:
+    """A kvtier-server of the demo's own, with a socket in a fresh directory and nothing below its memory; ended however
+    this ends. It starts when it is known how much memory it needs. Raises ConfigError when it does not start."""
+    with ended_by_exception(), tempfile.TemporaryDirectory(prefix="kvtier-demo-") as directory, ExitStack() as stack:
+        socket = Path(directory) / "socket"
+
+        def overrides(num_blocks: int, block_bytes: int) -> dict[str, Any]:
+            stack.enter_context(_server(socket, max(MIN_SERVER_BYTES, SERVER_SHARE * num_blocks * block_bytes)))
+            return {"disk": NO_DISK, "server": {"url": f"kvtier+unix://{socket}"}}
+
+        yield Below("server", overrides)
+
+
+@contextmanager
+def _server(socket: Path, pool_bytes: int) -> Iterator[None]:
+    settings = {
+        "host.size": pool_bytes,
+        "disk.path": "none",
+        "redis.url": "none",
+        "server.url": "none",
+        "daemon.socket": socket,
+        "daemon.listen": "off",
+        "daemon.http": "off",
+        "daemon.tenants": "none",
+        "daemon.credentials": "none",
+        "daemon.log_level": "warning",
+    }
+    command = [sys.executable, "-P", "-c", "from kvtier.server.cli import main; main()"]
+    command += [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + START_S
+        while not socket.exists():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise ConfigError(f"--server: kvtier-server did not start within {START_S:g} s; it said why above")
+            time.sleep(POLL_S)
+        yield
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(DRAIN_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 @contextmanager

@@ -10,12 +10,12 @@ import typer
 
 if TYPE_CHECKING:
     from kvtier_engine.demo.measure import Progress
-    from kvtier_engine.demo.result import DemoResult, DiskResult, RedisResult
+    from kvtier_engine.demo.result import BelowResult, DemoResult, DiskResult, RedisResult, ServerResult
 
 __all__ = ["command"]
 
 HOST_SIZE = "1GiB"
-BELOW = {"disk": "disk", "redis": "Redis"}
+BELOW = {"disk": "disk", "redis": "Redis", "server": "a kvtier-server"}
 MANUAL_TOKENS = 1380
 MAX_BATCH_TOKENS = 512
 ANSWERS_AND_QUESTIONS = 256  # tokens that three turns add to the manual, at most
@@ -45,6 +45,13 @@ def command(
             "KVTIER_REDIS__PASSWORD."
         ),
     ] = None,
+    server: Annotated[
+        bool,
+        typer.Option(
+            "--server",
+            help="Share the KV through a kvtier-server, which the demo starts and ends, in place of a disk.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
     corrupt: Annotated[
         bool, typer.Option("--corrupt", help="Flip one byte in host memory: the demo must notice and exit with 1.")
@@ -53,11 +60,10 @@ def command(
     """Chat sessions on a real model, whose contexts together outgrow its block pool, return one after the other.
 
     Each returning turn is run recomputed, from the GPU prefix cache, and restored: the second turns from host memory,
-    the third from disk, or from Redis, in a new process with nothing in memory, once the first engine is closed. Times
-    are medians;
-    those recomputed and from the GPU prefix cache are over second and third turns. The new process is warmed up by an
-    unrelated prompt that shares no block with the conversations. Exits with 1 unless the restored KV is bit-equal to
-    what was there before and the tokens equal those of an engine that evicts nothing.
+    the third from disk, from Redis or from a kvtier-server, in a new process with nothing in memory, once the first
+    engine is closed. Times are medians; those recomputed and from the GPU prefix cache are over second and third turns.
+    The new process is warmed up by an unrelated prompt that shares no block with the conversations. Exits with 1 unless
+    the restored KV is bit-equal to what was there before and the tokens equal those of an engine that evicts nothing.
     """
     import logging
 
@@ -75,7 +81,7 @@ def command(
                 if not stderr.is_terminal:
                     stderr.print(text, highlight=False, soft_wrap=True)
 
-            result = _run(model, sessions, progress, disk=disk, redis=redis, corrupt=corrupt)
+            result = _run(model, sessions, progress, disk=disk, redis=redis, server=server, corrupt=corrupt)
     except ReturningError as error:
         stderr.print(f"FAILED: {error}", style="bold red", highlight=False, markup=False, soft_wrap=True)
         return 1
@@ -96,6 +102,7 @@ def _run(
     *,
     disk: Path | None,
     redis: str | None,
+    server: bool,
     corrupt: bool,
 ) -> DemoResult:
     import torch
@@ -103,17 +110,18 @@ def _run(
     from kvtier.errors import ConfigError
     from kvtier_connectors.fingerprint import model_fingerprint
     from kvtier_engine.config import EngineConfig
-    from kvtier_engine.demo.below import disk_below, redis_below
+    from kvtier_engine.demo.below import disk_below, redis_below, server_below
     from kvtier_engine.demo.measure import Measurement, Model
     from kvtier_engine.demo.sessions import make_sessions
     from kvtier_engine.hf_runner import HFRunner
     from kvtier_engine.tokenizer import Tokenizer
     from kvtier_engine.weights import ensure_default_model
 
-    if disk is not None and redis is not None:
-        raise ConfigError("--disk and --redis: name one of the two")
+    if (disk is not None) + (redis is not None) + server > 1:
+        raise ConfigError("--disk, --redis and --server: name one of them")
     torch.set_num_threads(1)  # bf16 sums come out alike only on one thread
-    with disk_below(disk) if redis is None else redis_below(redis) as below:
+    shared = server_below() if server else disk_below(disk) if redis is None else redis_below(redis)
+    with shared as below:
         directory = model_dir or ensure_default_model(progress)
         progress(f"loading {directory}")
         loaded = Model(
@@ -170,10 +178,19 @@ def _print_table(result: DemoResult) -> None:
     )
 
 
-def _describe(below: DiskResult | RedisResult) -> str:
-    from kvtier_engine.demo.result import RedisResult
+def _describe(below: BelowResult) -> str:
+    from kvtier_engine.demo.result import RedisResult, ServerResult
 
+    if isinstance(below, ServerResult):
+        return _describe_server(below)
     return _describe_redis(below) if isinstance(below, RedisResult) else _describe_disk(below)
+
+
+def _describe_server(server: ServerResult) -> str:
+    return (
+        f"kvtier-server: {server.blocks_written} blocks, {server.bytes_written / 1e6:.0f} MB, at {server.url}, since "
+        f"ended; {server.unstored_blocks} not stored, {server.damaged_blocks} damaged"
+    )
 
 
 def _describe_redis(redis: RedisResult) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvtier.config import load_settings
 from kvtier.errors import ConfigError, KVTierError
-from kvtier.metrics import DiskStats, RedisStats
+from kvtier.metrics import DiskStats, RedisStats, ServerStats
 from kvtier_connectors.connector import Connector
 from kvtier_connectors.contract import CopyDirection
 from kvtier_engine.config import EngineConfig
@@ -22,7 +22,7 @@ from kvtier_engine.demo.check import KVCheck, restored_blocks
 from kvtier_engine.demo.directory import file_system
 from kvtier_engine.demo.process import ReturningProcess
 from kvtier_engine.demo.protocol import Start, Turn
-from kvtier_engine.demo.result import DemoResult, DiskResult, RedisResult
+from kvtier_engine.demo.result import BelowResult, DemoResult, DiskResult, RedisResult, ServerResult
 from kvtier_engine.demo.sessions import ANSWER, Session
 from kvtier_engine.hf_runner import HFRunner
 from kvtier_engine.llm import LLM, Completion
@@ -157,7 +157,9 @@ class Measurement:
             below=self._describe(written, num_unstored, recovered),
         )
 
-    def _describe(self, written: DiskStats | RedisStats, num_unstored: int, recovered: int) -> DiskResult | RedisResult:
+    def _describe(
+        self, written: DiskStats | RedisStats | ServerStats, num_unstored: int, recovered: int
+    ) -> BelowResult:
         """The tier below, as the first process left it and the second found it."""
         damaged_blocks = sum(turn.damaged_blocks for turn in self._turns.below)
         if isinstance(written, RedisStats):
@@ -165,6 +167,14 @@ class Measurement:
             return RedisResult(
                 url=redis["url"],
                 prefix=redis["prefix"],
+                blocks_written=written.blocks,
+                bytes_written=written.written_bytes,
+                unstored_blocks=num_unstored,
+                damaged_blocks=damaged_blocks,
+            )
+        if isinstance(written, ServerStats):
+            return ServerResult(
+                url=self._overrides["server"]["url"],
                 blocks_written=written.blocks,
                 bytes_written=written.written_bytes,
                 unstored_blocks=num_unstored,
@@ -257,12 +267,14 @@ class Measurement:
             raise
         llm.close(FLUSH_S)
 
-    def _flush(self, llm: LLM) -> tuple[int, DiskStats | RedisStats]:
+    def _flush(self, llm: LLM) -> tuple[int, DiskStats | RedisStats | ServerStats]:
         """As closing does, before the counts are gone: blocks that could not be stored, and what the tier below has."""
         llm.engine.check_integrity()
         num_unstored = llm.flush(FLUSH_S)
         stats = llm.stats()
-        below = (stats.redis if self._below == "redis" else stats.disk) if stats is not None else None
+        below = (
+            None if stats is None else {"disk": stats.disk, "redis": stats.redis, "server": stats.server}[self._below]
+        )
         if below is None:
             raise ConfigError("the demo needs a tier below host memory")
         self._progress(f"{below.blocks} blocks are in the {self._below} tier; the first engine closes")

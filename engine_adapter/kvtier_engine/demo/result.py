@@ -8,7 +8,7 @@ from typing import Any
 
 from kvtier.metrics import LedgerSnapshot
 
-__all__ = ["DemoResult", "DiskResult", "RedisResult"]
+__all__ = ["BelowResult", "DemoResult", "DiskResult", "RedisResult", "ServerResult"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,29 @@ class RedisResult:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerResult:
+    """The kvtier-server between the two processes, which held nothing before. Counts are of blocks."""
+
+    url: str
+    blocks_written: int
+    bytes_written: int
+    """Of those blocks."""
+    unstored_blocks: int
+    """What the flush before the first process's end could not store."""
+    damaged_blocks: int
+    """Blocks that were not what had been written; they were recomputed."""
+
+
+BelowResult = DiskResult | RedisResult | ServerResult
+_NAMES = {DiskResult: "disk", RedisResult: "redis", ServerResult: "server"}
+
+
+@dataclass(frozen=True, slots=True)
 class DemoResult:
     """What the demo found; times are medians over the measured turns.
 
-    below: the tier that the new process restored from; its name, `disk` or `redis`, is its key, also among the times.
+    below: the tier that the new process restored from; its name, `disk`, `redis` or `server`, is its key, also
+    among the times.
     """
 
     model: str
@@ -63,11 +82,11 @@ class DemoResult:
     kv_bit_equal: bool
     tokens_equal: bool
     ledger: LedgerSnapshot
-    below: DiskResult | RedisResult
+    below: BelowResult
 
     @property
     def below_name(self) -> str:
-        return "redis" if isinstance(self.below, RedisResult) else "disk"
+        return _NAMES[type(self.below)]
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -116,7 +116,7 @@ def _difference(after: Mapping[str, int], before: Mapping[str, int]) -> dict[str
 
 
 def _damaged(stats: StatsSnapshot) -> int:
-    below = stats.disk or stats.redis
+    below = stats.disk or stats.redis or stats.server
     return below.damaged_blocks if below is not None else 0
 
 

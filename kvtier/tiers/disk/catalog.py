@@ -149,7 +149,7 @@ class Catalog:
                     outcomes[position] = WriteOutcome.ALREADY_STORED
                     continue
                 depth = 0 if request.parent is None else self._depth_below(request.parent)
-                frame = Outgoing(position, key, request.parent, request.buffer, depth, self.epoch)
+                frame = Outgoing(position, key, request.parent, request.buffer, depth, self.epoch, request.checksum)
                 self._claims[key] = frame
                 claimed.append(frame)
         return claimed
@@ -206,8 +206,10 @@ class Catalog:
                 found += [self._index.find(*split_key(key)) is not None for key in part]
         return found
 
-    def pin(self, requests: Sequence[ReadRequest], outcomes: list[ReadOutcome]) -> list[Incoming]:
-        """What is here, in the length asked: counted as used, its segments with a reader more for each block."""
+    def pin(
+        self, requests: Sequence[ReadRequest], outcomes: list[ReadOutcome], *, is_use: bool = True
+    ) -> list[Incoming]:
+        """What is here, in the length asked; its segments have a reader more for each. is_use: it counts as one."""
         found = []
         for part in _stretches(list(enumerate(requests))):
             with self.lock:
@@ -220,7 +222,8 @@ class Catalog:
                     if row.raw_bytes != len(request.buffer):
                         continue
                     segment.readers += 1
-                    self._use(segment, entry)
+                    if is_use:
+                        self._use(segment, entry)
                     outcomes[position] = ReadOutcome.ERROR
                     found.append(Incoming(position, request.key, request.buffer, segment, entry, row))
         return found

@@ -16,7 +16,7 @@ from kvtier.keys import Key, split_key
 from kvtier.tiers.base import ReadOutcome, ReadRequest, Tier, TierUsage, WriteOutcome, WriteRequest
 from kvtier.tiers.disk.catalog import Catalog
 from kvtier.tiers.disk.files import Files
-from kvtier.tiers.disk.listing import list_segment
+from kvtier.tiers.disk.listing import Row, list_rows, list_segment
 from kvtier.tiers.disk.opening import Opening, open_volumes
 from kvtier.tiers.disk.scratch import ScratchPool
 from kvtier.tiers.disk.snapshot import DiskSnapshot
@@ -128,6 +128,13 @@ class DiskTier(Tier):
         segments = [segment for volume in self._volumes for segment in self._catalog.segments_of(volume.number)]
         return [block for segment in segments for block in list_segment(self._catalog, segment, namespace)]
 
+    def rows(self) -> Iterator[list[Row]]:
+        """Every block, oldest segment first, some hundred at a time. As `keys` otherwise."""
+        self.check_process()
+        for volume in self._volumes:
+            for segment in self._catalog.segments_of(volume.number):
+                yield from list_rows(self._catalog, segment)
+
     def subscribe_gone(self, callback: Callable[[Sequence[Key]], None]) -> Callable[[], None]:
         """Call back with blocks that were evicted, or forgotten because they were damaged, though nobody removed them;
         without a lock, on the thread whose call found them so, before that call returns. Be quick, and do not raise. A
@@ -157,13 +164,20 @@ class DiskTier(Tier):
         A block that could not be read, or was not what had been written, is forgotten: DAMAGED or ERROR now, and MISS
         without a look at the device from then on. For want of descriptors or memory it is ERROR, and kept.
         """
+        return self._read(requests, is_use=True)
+
+    def inspect(self, requests: Sequence[ReadRequest]) -> list[ReadOutcome]:
+        """As `read`, damage forgotten as there, but no use of the blocks: what goes first stays as it was."""
+        return self._read(requests, is_use=False)
+
+    def _read(self, requests: Sequence[ReadRequest], *, is_use: bool) -> list[ReadOutcome]:
         for request in requests:
             split_key(request.key)
             if request.buffer.readonly:
                 raise LayoutError("a block is read into a writable buffer")
         outcomes = [ReadOutcome.MISS] * len(requests)
         with self._operation():
-            frames = self._catalog.pin(requests, outcomes)
+            frames = self._catalog.pin(requests, outcomes, is_use=is_use)
             try:
                 for volume in self._volumes:
                     own = [frame for frame in frames if frame.segment.volume == volume.number]

@@ -40,6 +40,7 @@ class Outgoing:
         "entry",
         "epoch",
         "frame_bytes",
+        "given",
         "key",
         "page",
         "parent",
@@ -48,8 +49,19 @@ class Outgoing:
         "raw_bytes",
     )
 
-    def __init__(self, position: int, key: Key, parent: Key | None, block: memoryview, depth: int, epoch: int) -> None:
+    def __init__(
+        self,
+        position: int,
+        key: Key,
+        parent: Key | None,
+        block: memoryview,
+        depth: int,
+        epoch: int,
+        given: int | None = None,
+    ) -> None:
+        """given: what the block must sum up to, where that is known; it is not believed to be what lies there now."""
         self.position = position
+        self.given = given
         self.key = key
         self.parent = parent
         self.raw_bytes = len(block)
@@ -63,13 +75,17 @@ class Outgoing:
         self.entry = 0
 
     def encode(self, codec: Codec) -> None:
-        """Compress the block and sum it up. Slow; lets go of the GIL."""
-        if codec is not Codec.RAW:
+        """Compress the block and sum it up. Slow; lets go of the GIL.
+
+        One that is not what it must sum up to stays as it is, so that it is found out when it is read.
+        """
+        if codec is not Codec.RAW and self.given in (None, payload_checksum(self.payload)):
             done, payload = encode(codec, self.payload)
             self.codec = int(done)
             self.payload = memoryview(payload)
             self.frame_bytes = frame_bytes(len(payload))
-        self.checksum = payload_checksum(self.payload)
+        is_given = self.given is not None and self.codec == RAW
+        self.checksum = self.given if is_given else payload_checksum(self.payload)  # type: ignore[assignment]
 
     def header_page(self, container: bytes) -> bytes:
         return FrameHeader(

@@ -103,8 +103,7 @@ class Volume:
             with self._handles.use(segment.file.name) as fd:
                 write_run(self._files, fd, frames, segment.header.uuid, self._scratch, direct=self._direct)
             written = sum(frame.frame_bytes for frame in frames)
-            void = self._catalog.publish(segment, frames, written, outcomes)
-            if void:
+            if void := self._catalog.publish(segment, frames, written, outcomes):
                 self._overwrite(segment, void)
         except (OSError, MemoryError) as error:
             self._catalog.count_write_error()
@@ -235,8 +234,7 @@ class Volume:
     def _evict(self) -> SegmentFile | None:
         """The file of the oldest segment that is not in use, its used blocks copied to the open one; None when every
         segment is in use. One of another length is deleted to make room, unless no file can be made now, and
-        no second one where the room was not what was missing.
-        """
+        no second one where the room was not what was missing."""
         may_create = self.allotment.may_create and not self.allotment.is_cooling
         for victim in self._catalog.segments_of(self.number):
             if victim.state is not SegmentState.SEALED or victim.readers or victim.writers:
@@ -321,8 +319,7 @@ class Volume:
 
     def begin_epoch(self, epoch: int) -> str | None:
         """Make every file of an older epoch void, which gives room too, and write the epoch through to the device. What
-        kept us from that, if anything: where no block of before is left, a full file system is no reason.
-        """
+        kept us from that, if anything: where no block of before is left, a full file system is no reason."""
         with self._rotation:
             left = self._void()
             try:
@@ -335,8 +332,7 @@ class Volume:
 
     def _void(self) -> bool:
         """Delete what is of an older epoch, or overwrite its header where it is in use. Whether any is left. Under the
-        rotation lock.
-        """
+        rotation lock."""
         epoch = self._catalog.epoch
         with self._append:
             segment, spare = self._open, self._spare
@@ -386,11 +382,16 @@ class Volume:
         self.directory.close()
 
     def check_integrity(self) -> None:
-        with self._rotation, self._append:
-            own = {segment.file.name for segment in self._catalog.segments_of(self.number)}
-            if self._spare is not None:
-                own.add(self._spare[0].name)
-            self.allotment.check_integrity(own)
+        """Never waits for the device: while another thread makes a file ready nothing is checked."""
+        if not self._rotation.acquire(blocking=False):
+            return
+        try:
+            with self._append:
+                spare = set() if self._spare is None else {self._spare[0].name}
+                own = {segment.file.name for segment in self._catalog.segments_of(self.number)}
+            self.allotment.check_integrity(own | spare)
+        finally:
+            self._rotation.release()
 
 
 def _answer(frames: Sequence[Outgoing], outcome: WriteOutcome, outcomes: list[WriteOutcome]) -> Sequence[Outgoing]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 from kvtier.config.settings import MAX_LIFETIME_S, RedisSettings
@@ -15,23 +16,26 @@ from kvtier.tiers.redis.channel import ChannelError
 from kvtier.tiers.redis.epochs import Era
 from kvtier.tiers.redis.exchange import ASKING, Commands, Exchange
 from kvtier.tiers.redis.replies import Meaning, hint, meaning
-from kvtier.tiers.redis.resp import ErrorReply, Reply, key_argument, repeated
-from kvtier.tiers.redis.slots import slot_of, slots_of
+from kvtier.tiers.redis.resp import ErrorReply, Reply, repeated
+from kvtier.tiers.redis.slots import slots_of
 from kvtier.tiers.redis.transfer import Gets, Naming, Outgoing, Sets
 
 __all__ = ["Blocks"]
 
-FEW = 16
-
 
 class Blocks:
-    """Looks up, reads, writes, touches and removes blocks of an era. No state of its own; any thread."""
+    """Looks up, reads, writes, touches and removes blocks of an era. Any thread.
+
+    Mutable state: `_num_reads`, the reads under way, guarded by `_lock`.
+    """
 
     def __init__(self, settings: RedisSettings, caller: Caller, backoff: FullBackoff) -> None:
         self._tenant = settings.tenant
         self._ttl_ms = None if settings.ttl_s == "off" else int(settings.ttl_s * 1000)
         self._caller = caller
         self._backoff = backoff
+        self._lock = threading.Lock()
+        self._num_reads = 0
 
     def contains(self, era: Era, keys: Sequence[Key], deadline: float) -> list[bool]:
         """Raises TierError unless every key was answered."""
@@ -62,14 +66,20 @@ class Blocks:
         naming = Naming(era.prefix, self._tenant)
 
         def make(_: Address, positions: Sequence[int], asking: bool) -> Exchange[ReadOutcome]:
-            return Gets([requests[i] for i in positions], naming, self._ttl_ms, asking=asking)
+            own = [requests[i] for i in positions]
+            return Gets(own, naming, self._ttl_ms, asking=asking, num_reads=self._num_reads)
 
         keys = [request.key for request in requests]
+        with self._lock:
+            self._num_reads += 1
         try:
-            answers = self._caller.run(len(keys), lambda: _slots(era.prefix, keys), make, deadline)
+            answers = self._caller.run(len(keys), lambda: slots_of(era.prefix, keys), make, deadline)
         except (ChannelError, TierError) as error:
             self._note(error)
             return [ReadOutcome.ERROR] * len(requests)
+        finally:
+            with self._lock:
+                self._num_reads -= 1
         return [answer if isinstance(answer, ReadOutcome) else self._failed_read(answer) for answer in answers]
 
     def write(self, era: Era, requests: Sequence[WriteRequest], deadline: float) -> list[WriteOutcome]:
@@ -128,7 +138,7 @@ class Blocks:
         if not blocks:
             return
         keys = [block.request.key for block in blocks]
-        answers = self._caller.run(len(keys), lambda: _slots(era.prefix, keys), make, deadline)
+        answers = self._caller.run(len(keys), lambda: slots_of(era.prefix, keys), make, deadline)
         for position, answer in zip(positions, answers, strict=True):
             outcomes[position] = answer if isinstance(answer, WriteOutcome) else WriteOutcome.ERROR
         for address, sets in made:
@@ -163,7 +173,7 @@ class Blocks:
                 asking=asking,
             )
 
-        return self._caller.run(len(keys), lambda: _slots(era.prefix, keys), make, deadline)
+        return self._caller.run(len(keys), lambda: slots_of(era.prefix, keys), make, deadline)
 
     def _note(self, error: ChannelError | TierError) -> None:
         """Count a failure that nobody has met yet: the routes could not be found."""
@@ -185,10 +195,3 @@ class Blocks:
             if isinstance(answer, ChannelError):
                 raise TierError(f"the redis tier: {answer}") from answer
         raise TierError("the redis tier: a server answered with no number")
-
-
-def _slots(prefix: str, keys: Sequence[Key]) -> Sequence[int]:
-    """One by one where they are few: tables pay for many."""
-    if len(keys) > FEW:
-        return slots_of(prefix, keys)
-    return [slot_of(prefix + key_argument(key)) for key in keys]

@@ -74,7 +74,7 @@ class Channel:
         self.is_fresh = True
         """Whether no call has used it before."""
         self.is_broken = False
-        self._told_s: dict[int, float] = {}  # by the socket's option
+        self._told_s = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}  # what the kernel was told last
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._prepare()
@@ -115,13 +115,14 @@ class Channel:
             advance(left, self._send(left))
 
     def _send(self, parts: Sequence[bytes | memoryview]) -> int:
-        self._limit(socket.SO_SNDTIMEO)
-        try:
-            return self._sock.sendmsg(parts)
-        except BlockingIOError:
-            raise DeadlineError(f"{self.address} did not take a request in time") from None
-        except OSError as error:
-            raise self._lost(error) from error
+        while True:
+            left = self._limit(socket.SO_SNDTIMEO)
+            try:
+                return self._sock.sendmsg(parts)
+            except BlockingIOError:
+                self._retell(socket.SO_SNDTIMEO, left)
+            except OSError as error:
+                raise self._lost(error) from error
 
     # ---- receiving -----------------------------------------------------------------------------------------------
 
@@ -282,17 +283,14 @@ class Channel:
 
     def _receive_some(self, targets: Sequence[memoryview], flags: int = 0) -> int:
         """What is there; waits for the first byte only."""
-        self._limit(socket.SO_RCVTIMEO)
-        try:
-            if len(targets) == 1:
-                received = self._sock.recv_into(targets[0], 0, flags)
-            else:
-                received = self._sock.recvmsg_into(targets, 0, flags)[0]
-        except BlockingIOError:
-            raise self._late() from None
-        except OSError as error:
-            raise self._lost(error) from error
-        return self._received(received)
+        while True:
+            left = self._limit(socket.SO_RCVTIMEO)
+            try:
+                return self._received(self._sock.recvmsg_into(targets, 0, flags)[0])
+            except BlockingIOError:
+                self._retell(socket.SO_RCVTIMEO, left)
+            except OSError as error:
+                raise self._lost(error) from error
 
     def _received(self, number: int) -> int:
         if not number:
@@ -306,19 +304,29 @@ class Channel:
             raise self._late()
         return max(left, MIN_TIMEOUT_S)
 
-    def _limit(self, option: int) -> None:
-        """Have the kernel end what comes next by the deadline, or TIMEOUT_SLACK_S after it: the time that it has been
-        told already is good for so long.
+    def _limit(self, option: int) -> float:
+        """Have the kernel end what comes next by the deadline, or TIMEOUT_SLACK_S after it; how long that is.
+
+        A shorter time that it has been told already will do, as it does for most calls: if it ends, `_retell` has the
+        kernel wait for the rest.
         """
         left = self._left()
-        if 0.0 <= self._told_s.get(option, -1.0) - left <= TIMEOUT_SLACK_S:
-            return
-        seconds = int(left)
-        try:
-            self._sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(seconds, int((left - seconds) * 1e6) or 1))
-        except OSError as error:
-            raise self._lost(error) from error
-        self._told_s[option] = left
+        if not left / 2 <= self._told_s[option] <= left + TIMEOUT_SLACK_S:
+            seconds = int(left)
+            timeval = _TIMEVAL.pack(seconds, int((left - seconds) * 1e6) or 1)
+            try:
+                self._sock.setsockopt(socket.SOL_SOCKET, option, timeval)
+            except OSError as error:
+                raise self._lost(error) from error
+            self._told_s[option] = left
+        return left
+
+    def _retell(self, option: int, left: float) -> None:
+        """The kernel has ended what had so long: wait on, where it was told less. Raises DeadlineError otherwise."""
+        if self._told_s[option] >= left:
+            what = "answer" if option == socket.SO_RCVTIMEO else "take a request"
+            raise DeadlineError(f"{self.address} did not {what} in time") from None
+        self._told_s[option] = 0.0
 
     def _late(self) -> DeadlineError:
         return DeadlineError(f"{self.address} did not answer in time")

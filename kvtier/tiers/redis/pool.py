@@ -21,14 +21,17 @@ class ConnectionPool:
     A connection comes back by `release`, which closes it unless every reply that it owed was read. At most `limit`
     are open to a server; who wants one more waits for it, until his deadline.
 
-    Mutable state: `_idle`, `_leased`, `_num_opening`, `_is_closed` and the counters, guarded by `_freed`'s lock.
+    Mutable state: `_idle`, `_leased`, `_num_opening`, `_num_waiting` (for a connection), `_is_closed` and the counters,
+    guarded by `_lock`.
     """
 
     def __init__(self, opener: Opener, limit: int, clock: Clock) -> None:
         self._opener = opener
         self._limit = limit
         self._clock = clock
-        self._freed = threading.Condition()
+        self._lock = threading.Lock()
+        self._freed = threading.Condition(self._lock)
+        self._num_waiting = 0
         # The last that was used is taken first: the others fall idle, and are cut.
         self._idle: dict[Address, list[Channel]] = {}
         self._leased: set[Channel] = set()
@@ -39,12 +42,12 @@ class ConnectionPool:
 
     @property
     def num_open(self) -> int:
-        with self._freed:
+        with self._lock:
             return len(self._leased) + sum(map(len, self._idle.values()))
 
     @property
     def num_leased(self) -> int:
-        with self._freed:
+        with self._lock:
             return len(self._leased) + self._num_opening.total()
 
     @property
@@ -76,7 +79,7 @@ class ConnectionPool:
     def release(self, channel: Channel) -> None:
         """The call has done with it."""
         channel.is_fresh = False
-        with self._freed:
+        with self._lock:
             self._leased.discard(channel)
             idle = self._idle.get(channel.address)
             keep = idle is not None and channel.is_idle and not self._is_closed
@@ -84,20 +87,21 @@ class ConnectionPool:
                 idle.append(channel)
             elif not self._is_closed:
                 self._num_disconnects += 1
-            self._freed.notify_all()
+            if self._num_waiting:
+                self._freed.notify_all()
         if not keep:
             channel.close()
 
     def keep_only(self, addresses: frozenset[Address]) -> None:
         """Servers other than these are gone: close what is idle, and what is in use when it comes back."""
-        with self._freed:
+        with self._lock:
             gone = [self._idle.pop(address) for address in list(self._idle) if address not in addresses]
         for channel in chain.from_iterable(gone):
             channel.close()
 
     def close(self) -> None:
         """Close what is idle, and end what is under way. Idempotent."""
-        with self._freed:
+        with self._lock:
             self._is_closed = True
             idle = [*chain.from_iterable(self._idle.values())]
             self._idle.clear()
@@ -109,7 +113,7 @@ class ConnectionPool:
 
     def check_integrity(self) -> None:
         """Raises IntegrityError where more are open than may be, or one that is idle is not."""
-        with self._freed:
+        with self._lock:
             for address, idle in self._idle.items():
                 leased, opening = self._num_leased(address), self._num_opening[address]
                 if len(idle) + opening + leased > self._limit or opening < 0:
@@ -125,7 +129,7 @@ class ConnectionPool:
 
     def _take(self, address: Address, deadline: float, *, fresh: bool) -> tuple[Channel | None, Channel | None]:
         """An idle connection, or leave to open one; and one to close in its favour."""
-        with self._freed:
+        with self._lock:
             while True:
                 if self._is_closed:
                     raise ClosedError("the redis tier is closed")
@@ -139,7 +143,12 @@ class ConnectionPool:
                     self._num_opening[address] += 1
                     return None, idle.pop(0) if full else None
                 left = deadline - self._clock.now()
-                if left <= 0 or not self._freed.wait(left):
+                self._num_waiting += 1
+                try:
+                    is_late = left <= 0 or not self._freed.wait(left)
+                finally:
+                    self._num_waiting -= 1
+                if is_late:
                     raise DeadlineError(f"all {self._limit} connections to {address} are in use; see redis.connections")
 
     def _open(self, address: Address, deadline: float) -> Channel:
@@ -147,7 +156,7 @@ class ConnectionPool:
         try:
             channel = self._opener.open(address, deadline)
         finally:
-            with self._freed:
+            with self._lock:
                 self._num_opening[address] -= 1
                 is_closed = self._is_closed
                 if channel is not None:

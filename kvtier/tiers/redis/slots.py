@@ -19,6 +19,7 @@ from kvtier.tiers.redis.topology import NUM_SLOTS
 
 __all__ = ["slot_of", "slots_of"]
 
+FEW = 32
 _MASK = NUM_SLOTS - 1
 _ZEROS = Key(bytes(KEY_BYTES))
 
@@ -29,7 +30,10 @@ def slot_of(name: str) -> int:
 
 
 def slots_of(prefix: str, keys: Sequence[Key]) -> list[int]:
-    """Of the names of blocks, which begin alike."""
+    """Of the names of blocks, which begin alike. One by one where they are few: tables pay for many."""
+    if len(keys) <= FEW:
+        begun = crc_hqx(prefix.encode("ascii"), 0)
+        return [crc_hqx(key_argument(key).encode("ascii"), begun) & _MASK for key in keys]
     of_zeros = crc_hqx(f"{prefix}{key_argument(_ZEROS)}".encode("ascii"), 0)
     places = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, KEY_BYTES) + _first_places()
     sums = np.bitwise_xor.reduce(_additions().take(places), axis=1)

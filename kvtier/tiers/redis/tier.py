@@ -14,13 +14,13 @@ from kvtier.errors import ClosedError, ConfigError, ForkedError, IntegrityError,
 from kvtier.frame import frame_bytes
 from kvtier.keys import KEY_BYTES, Key, split_key
 from kvtier.tiers.base import ReadOutcome, ReadRequest, Tier, TierUsage, WriteOutcome, WriteRequest
+from kvtier.tiers.ledger import Ledger
 from kvtier.tiers.redis.backoff import FullBackoff
 from kvtier.tiers.redis.blocks import Blocks
 from kvtier.tiers.redis.calls import Caller
 from kvtier.tiers.redis.channel import ChannelError
 from kvtier.tiers.redis.epochs import Epochs, Era
 from kvtier.tiers.redis.exchange import commands
-from kvtier.tiers.redis.ledger import Ledger
 from kvtier.tiers.redis.notices import Notices
 from kvtier.tiers.redis.opening import Opener
 from kvtier.tiers.redis.pool import ConnectionPool
@@ -81,7 +81,7 @@ class RedisTier(Tier):
         self._servers = Servers(self._caller, clock)
         self._epochs = Epochs(settings.prefix, settings.tenant, self._caller, clock)
         self._backoff = FullBackoff(clock)
-        self._ledger = Ledger()
+        self._ledger = Ledger("redis")
         self._blocks = Blocks(settings, self._caller, self._backoff)
         self._try_to_join()
 
@@ -176,8 +176,8 @@ class RedisTier(Tier):
         What is no block under a block's key is DAMAGED, and removed from the server. A block in the format of a later
         kvtier is a MISS, and stays.
         """
+        _check_keys([request.key for request in requests])
         for request in requests:
-            split_key(request.key)
             if request.buffer.readonly:
                 raise LayoutError("a block is read into a writable buffer")
         with self._call() as deadline:
@@ -189,6 +189,8 @@ class RedisTier(Tier):
             if era.is_mute:
                 return [ReadOutcome.MISS] * len(requests)
             outcomes = self._blocks.read(era, requests, deadline)
+            if outcomes.count(ReadOutcome.OK) == len(outcomes):
+                return outcomes
             gone = [
                 r.key for r, o in zip(requests, outcomes, strict=True) if o in (ReadOutcome.MISS, ReadOutcome.DAMAGED)
             ]

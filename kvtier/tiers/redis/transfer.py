@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,8 +29,10 @@ from kvtier.tiers.redis.resp import CRLF, ErrorReply, key_argument, repeated
 __all__ = ["Gets", "Naming", "Sets"]
 
 ASKED_BYTES = 1 << 20
-"""Of answers that may wait in a server's buffers: two blocks at least, so that it always has the next to work on, and
-no more than its processor's caches hold. They count against its maxmemory, too."""
+"""Of answers that may wait in a server's buffers for one read, and for several reads together up to twice as much: so
+that it always has the next to work on, and no more than its processor's caches hold. They count against its maxmemory,
+too. Each read asks for one block at least, and for two where it is the only one: of several the others keep the server
+at work."""
 SENT_BYTES = 16 << 20
 """Of blocks that were sent and not yet answered: so many are sent in vain at most, to a server that has no room."""
 MAX_SURPLUS_BYTES = 1 << 16
@@ -58,10 +61,11 @@ class Naming:
 class _Form:
     """What the answers with blocks of one length have in common, and where the parts of one go that are no block.
 
-    Read by one exchange, one answer after the other.
+    Of one thread, which reads one answer after the other, whatever exchanges it is in.
     """
 
     def __init__(self, tenant: str, nbytes: int) -> None:
+        self.tenant = tenant
         self.nbytes = nbytes
         self.line = b"$%d" % frame_bytes(nbytes)
         self._begin = self.line + CRLF
@@ -71,15 +75,13 @@ class _Form:
         self._summed = self.page[:_PAGE_CHECKSUM_AT]
         self.tail = memoryview(bytearray(padded(nbytes) - nbytes + len(CRLF)))
         self._start, self._lengths, self._tenant = _invariants(tenant, nbytes)
-
-    @property
-    def begin_bytes(self) -> int:
+        self.begin_bytes = len(self._begin)
         """Of the line with its end."""
-        return len(self._begin)
+        self.answer_bytes = len(self.head) + nbytes + len(self.tail)
 
     def is_begun(self, nbytes: int) -> bool:
         """Whether so many bytes, of which the first are in `head`, begin an answer of this form."""
-        return nbytes >= len(self._begin) and self._head.startswith(self._begin)
+        return nbytes >= self.begin_bytes and self._head.startswith(self._begin)
 
     def checksum(self, key: Key) -> int | None:
         """That of the payload, as `page` says; None where it is not, to the bit, what is written for a block with
@@ -92,9 +94,27 @@ class _Form:
             and lengths == self._lengths
             and tenant == self._tenant
             and has_parent <= 1
-            and payload_checksum(self._summed) == _PAGE_CHECKSUM.unpack_from(self.page, _PAGE_CHECKSUM_AT)[0]
+            and xxhash.xxh3_64_intdigest(self._summed) == _PAGE_CHECKSUM.unpack_from(self.page, _PAGE_CHECKSUM_AT)[0]
         )
         return checksum if is_expected else None
+
+
+class _OwnForm(threading.local):
+    last: _Form | None = None
+
+
+_own = _OwnForm()
+
+
+def _form(tenant: str, nbytes: int) -> _Form:
+    """This thread's: mostly the one of its last call."""
+    form = _own.last
+    if form is None or form.nbytes != nbytes or form.tenant != tenant:
+        form = _own.last = _Form(tenant, nbytes)
+    return form
+
+
+_frame_bytes = lru_cache(64)(frame_bytes)
 
 
 @lru_cache(64)
@@ -112,66 +132,83 @@ class Gets(Exchange[ReadOutcome]):
     """
 
     def __init__(
-        self, requests: Sequence[ReadRequest], naming: Naming, ttl_ms: int | None, *, asking: bool = False
+        self,
+        requests: Sequence[ReadRequest],
+        naming: Naming,
+        ttl_ms: int | None,
+        *,
+        asking: bool = False,
+        num_reads: int = 1,
     ) -> None:
-        """ttl_ms: how long a block lives from now on, where it has less; None: not to be changed."""
+        """ttl_ms: how long a block lives from now on, where it has less; None: not to be changed. num_reads: how many
+        calls read from the servers now.
+        """
         super().__init__(len(requests), asking=asking)
         self._requests = requests
         self._naming = naming
         self._ttl_ms = ttl_ms
         self._ahead_bytes = 0
-        self._form = _Form(naming.tenant, len(requests[0].buffer))
+        self._most_bytes = 2 * ASKED_BYTES // max(2, num_reads)
+        self._least_ahead = 2 if num_reads == 1 else 1
+        self._form = _form(naming.tenant, len(requests[0].buffer))
+        self._frame_bytes = [_frame_bytes(len(request.buffer)) for request in requests]
+        self._commands, self._num_replies = self._encoded()
+        self._command_bytes = len(self._commands) // len(requests)  # all have one length
 
     def begin(self, channel: Channel) -> None:
         self._ahead_bytes = 0
         self._ask(channel)
 
     def finish(self, channel: Channel) -> None:
-        while not self.is_done:
-            request = self._requests[len(self.answers)]
+        while (number := len(self.answers)) < self.num_items:
             if self.asking:
                 channel.prefetch(FIRST_BYTES)
                 channel.read_reply()
-            self._read(channel, request)
-            self._ahead_bytes -= frame_bytes(len(request.buffer))
+            self._read(channel, self._requests[number])
+            self._ahead_bytes -= self._frame_bytes[number]
             if self._ttl_ms is not None:
                 channel.prefetch(NUMBER_BYTES)  # and not the next block, which goes to its place directly
                 channel.read_replies(2 if self.asking else 1)  # an old server's refusal changes nothing for the read
-            if self._ahead_bytes <= ASKED_BYTES // 2 or self._num_sent < len(self.answers) + 2:
+            if self._num_sent < self.num_items and (
+                self._ahead_bytes <= self._most_bytes // 2 or self._num_sent <= number + self._least_ahead
+            ):
                 self._ask(channel)
 
     def _ask(self, channel: Channel) -> None:
         """Ask for as many more as may be on their way."""
         start = stop = self._num_sent
-        while stop < self.num_items and (self._ahead_bytes < ASKED_BYTES or stop < len(self.answers) + 2):
-            self._ahead_bytes += frame_bytes(len(self._requests[stop].buffer))
+        least = len(self.answers) + self._least_ahead
+        while stop < self.num_items and (stop < least or self._ahead_bytes < self._most_bytes):
+            self._ahead_bytes += self._frame_bytes[stop]
             stop += 1
-        if start == stop:
-            return
-        keys = [request.key for request in self._requests[start:stop]]
+        if start < stop:
+            commands = self._commands[self._command_bytes * start : self._command_bytes * stop]
+            channel.send([commands], self._num_replies * (stop - start))
+            self._num_sent = stop
+
+    def _encoded(self) -> tuple[bytes, int]:
+        """The commands for all of the blocks, and how many answers those for one have."""
+        keys = [request.key for request in self._requests]
         before, prefix = ASKING if self.asking else b"", self._naming.prefix
         if self._ttl_ms is None:
-            commands, per_key = repeated("GET", prefix, keys, before=before), 1
-        else:
-            # Lengthened only: a block that was given longer keeps that, and one without an end gets none.
-            commands = b"".join(
-                [
-                    repeated("GET", prefix, [key], before=before)
-                    + repeated("PEXPIRE", prefix, [key], self._ttl_ms, "GT", before=before)
-                    for key in keys
-                ]
-            )
-            per_key = 2
-        channel.send([commands], per_key * (2 if self.asking else 1) * len(keys))
-        self._num_sent = stop
+            return repeated("GET", prefix, keys, before=before), 1 + self.asking
+        # Lengthened only: a block that was given longer keeps that, and one without an end gets none.
+        return b"".join(
+            [
+                repeated("GET", prefix, [key], before=before)
+                + repeated("PEXPIRE", prefix, [key], self._ttl_ms, "GT", before=before)
+                for key in keys
+            ]
+        ), 2 * (1 + self.asking)
 
     def _read(self, channel: Channel, request: ReadRequest) -> None:
         buffer = request.buffer
         if len(buffer) != self._form.nbytes:
-            self._form = _Form(self._naming.tenant, len(buffer))
+            self._form = _form(self._naming.tenant, len(buffer))
         form = self._form
         # As if the answer were the block: then its first bytes are where they belong.
-        targets = [form.head, buffer, form.tail] if len(buffer) <= PIECE_BYTES else [form.head, buffer[:PIECE_BYTES]]
+        is_short = len(buffer) <= PIECE_BYTES
+        targets = [form.head, buffer, form.tail] if is_short else [form.head, buffer[:PIECE_BYTES]]
         received = channel.read_ahead(targets)
         if form.is_begun(received):
             self._read_block(channel, request, targets, received)
@@ -201,8 +238,8 @@ class Gets(Exchange[ReadOutcome]):
         of it is there.
         """
         buffer, form = request.buffer, self._form
-        advance(targets, received)
-        if targets:
+        if received < form.answer_bytes:
+            advance(targets, received)
             channel.read_into(targets)
         if len(buffer) <= PIECE_BYTES:
             checksum = payload_checksum(buffer)
@@ -318,7 +355,7 @@ class Sets(Exchange[WriteOutcome]):
             parent=request.parent,
             raw_bytes=nbytes,
             stored_bytes=nbytes,
-            checksum=payload_checksum(request.buffer),
+            checksum=payload_checksum(request.buffer) if request.checksum is None else request.checksum,
             codec=RAW,
             tenant=self._naming.tenant,
         )

@@ -428,6 +428,24 @@ def test_a_change_of_segments_does_not_slow_reads(rig: DiskRig) -> None:
     assert rig.get(tier, "next") == [HIT]
 
 
+def test_a_check_does_not_wait_for_a_device_that_hangs_at_any_write(rig: DiskRig) -> None:
+    """A block's, a footer's, a new file's header: whichever locks its thread holds."""
+    tier = rig.open()
+    with ThreadPoolExecutor(2) as threads:
+        for number in range(30):  # through several segments, the last of them an evicted one's file
+            rig.files.hold("write")
+            writing = threads.submit(rig.put, tier, number)
+            rig.files.wait_stalled()
+            checking = threads.submit(tier.check_integrity)
+            try:
+                checking.result(timeout=10.0)
+            finally:
+                rig.files.release("write")
+            writing.result()
+        assert tier.usage().num_blocks < 30
+        tier.check_integrity()
+
+
 def test_eight_threads_of_everything(rig: DiskRig) -> None:
     tier = rig.open(rig.path, rig.path.with_name("other"), capacity=2 * (320 << 10))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.tools.mutation import Mutant
 
 REMOTE = "tests/core/test_remote.py"
+SEVERAL = "tests/connectors/test_several_tiers.py"
 ARRIVING = "tests/connectors/test_remote_arriving.py"
 GUARDED = "kvtier/tiers/guarded.py"
 LOOKING = "connectors/kvtier_connectors/looking.py"
@@ -154,5 +155,93 @@ MUTANTS: list[Mutant] = [
         old="if opened.tier.epoch < epoch:",
         new="if False:",
         tests=(f"{REMOTE}::test_attach_and_detach_at_run_time",),
+    ),
+    Mutant(
+        name="several tiers: one that failed a request is asked again before the others",
+        rules=(),
+        file="connectors/kvtier_connectors/arriving.py",
+        old="            arrival.failed.add(stage.failed_tier)\n",
+        new="            pass\n",
+        tests=(f"{SEVERAL}::test_what_one_tier_fails_to_read_*",),
+    ),
+    Mutant(
+        name="several tiers: what the first has too slowly is computed",
+        rules=(),
+        file=LOOKING,
+        old="                    return slow\n",
+        new="                    return set()\n",
+        tests=(f"{SEVERAL}::test_what_is_too_slow_from_one_tier_*",),
+    ),
+    Mutant(
+        name="several tiers: one that gives nothing back is asked before the others",
+        rules=(),
+        file="kvtier/staging.py",
+        old="            return {*names, *lost}, ",
+        new="            return {*names}, ",
+        tests=(f"{SEVERAL}::test_a_tier_that_gives_nothing_back_is_passed_by",),
+    ),
+    Mutant(
+        name="several tiers: a read that hangs is waited for by whoever comes next",
+        rules=(),
+        file="kvtier/readqueue.py",
+        old="return not read.is_read and (read.source in sick or budget.is_lost or is_given_up)",
+        new="return False",
+        tests=(f"{SEVERAL}::test_while_reads_of_the_disk_hang_*",),
+    ),
+    Mutant(
+        name="several tiers: a read in place of one that hangs cannot reserve its block",
+        rules=(),
+        file="kvtier/staging.py",
+        old="                self._host.withdraw(read.reservation)\n",
+        new="                pass\n",
+        tests=(f"{SEVERAL}::test_while_reads_of_the_disk_hang_*",),
+    ),
+    Mutant(
+        name="several tiers: a read that was given up is forgotten",
+        rules=(),
+        file="kvtier/readqueue.py",
+        old="        self._replaced.add(read)\n",
+        new="",
+        tests=(f"{SEVERAL}::test_while_reads_of_the_disk_hang_*",),
+    ),
+    Mutant(
+        name="a flush to a tier that is down counts its blocks again",
+        rules=(),
+        file=WRITE_BEHIND,
+        old="self._enqueue_dropped(tried) if self._is_available() else 0",
+        new="self._enqueue_dropped(tried)",
+        tests=("tests/core/test_writebehind.py::test_while_the_tier_is_down_*",),
+    ),
+    Mutant(
+        name="a use while the tier is down counts its blocks again",
+        rules=(),
+        file=WRITE_BEHIND,
+        old="        if not self._is_available():  # what",
+        new="        if False:  # what",
+        tests=("tests/core/test_writebehind.py::test_while_the_tier_is_down_*",),
+    ),
+    Mutant(
+        name="a flush tries orphans before what they continue",
+        rules=(),
+        file="kvtier/drops.py",
+        old="                continue\n",
+        new="                pass\n",
+        tests=("tests/core/test_writebehind.py::test_a_flush_counts_no_orphan_again_*",),
+    ),
+    Mutant(
+        name="a check of the disk waits for a device that hangs",
+        rules=(),
+        file="kvtier/tiers/disk/volume.py",
+        old="self._rotation.acquire(blocking=False):\n            return",
+        new="self._rotation.acquire():\n            return",
+        tests=("tests/core/disk/test_disk_faults.py::test_a_check_does_not_wait_*",),
+    ),
+    Mutant(
+        name="budget: a step that comes late takes the copy's share",
+        rules=(64,),
+        file="kvtier/progress.py",
+        old="budget_s = max(budget_s, episode.active_s",
+        new="budget_s = max(budget_s, 0.0 * episode.active_s",
+        tests=("tests/core/test_restore.py::test_r64_a_stage_that_the_budget_ends_*",),
     ),
 ]

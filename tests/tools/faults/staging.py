@@ -29,8 +29,8 @@ MUTANTS: list[Mutant] = [
         name="each stage reads for itself",
         rules=(),
         file="kvtier/readqueue.py",
-        old="            if under_way is not None:\n",
-        new="            if False:\n",
+        old="            if under_way is not None and (",
+        new="            if False and (",
         tests=(f"{STAGING_TESTS}::test_stages_share_a_read_*",),
     ),
     Mutant(

@@ -1,0 +1,226 @@
+"""The processes of the server benchmarks: a kvtier-server, clients that begin together, plain sockets' other ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from kvtier.errors import KVTierError
+from kvtier.protocol.messages import MAX_MESSAGE_BYTES, VERSIONS, Hello, Ping, Pong, ServerMessage, Welcome
+from kvtier.protocol.wire import Message, Receiver, pack
+from kvtier_connectors.bench.server_worker import command_of
+
+__all__ = ["Clients", "PlainEnd", "RawClient", "Server"]
+
+START_TIMEOUT_S = 60.0
+POLL_S = 0.001
+
+
+class Child:
+    """A process that tells on lines of JSON how far it is. A bench that ends ends it."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.opened = self.hear()
+
+    def tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def hear(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise KVTierError(f"a process of the benchmark ended with {self._process.wait()}; it said why above")
+        heard: dict[str, Any] = json.loads(line)
+        return heard
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What every client does at once. check: compare what came back, outside of the time."""
+
+    side: str
+    way: str
+    check: bool = False
+
+
+class Clients:
+    """Processes, each with blocks of its own, which do the same at the same time."""
+
+    def __init__(self, number: int, block_bytes: int, num_blocks: int, **sides: object) -> None:
+        """sides: see `server_worker`: url and token_file, own, port."""
+        task = {"block_bytes": block_bytes, "num_blocks": num_blocks, **sides}
+        self._gigabytes = number * num_blocks * block_bytes / 1e9
+        with ExitStack() as stack:
+            self._children = []
+            for _ in range(number):
+                child = Child(command_of(**task))
+                stack.callback(child.close)
+                self._children.append(child)
+            self._stack = stack.pop_all()
+
+    def seconds(self, work: Work) -> float:
+        """From the first that began to the last that ended."""
+        for child in self._children:
+            child.tell(json.dumps(asdict(work)))
+        for child in self._children:
+            child.hear()
+        for child in self._children:
+            child.tell("")
+        heard = [child.hear() for child in self._children]
+        return float(max(each["ended"] for each in heard) - min(each["began"] for each in heard))
+
+    def rate(self, side: str, way: str) -> float:
+        """GB/s of all together."""
+        return self._gigabytes / self.seconds(Work(side, way))
+
+    def check(self, side: str) -> None:
+        """That what was stored comes back, to the bit; AssertionError, in the client, otherwise."""
+        self.seconds(Work(side, "restore", check=True))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+
+class PlainEnd(Child):
+    """The other end of a plain socket: of a stream of `num_bytes` at a time, or of an echo."""
+
+    def __init__(self, *, num_bytes: int | None = None, path: Path | None = None) -> None:
+        if path is None:
+            super().__init__(command_of(serve="sink", num_bytes=num_bytes))
+        else:
+            super().__init__(command_of(serve="echo", path=str(path)))
+
+    @property
+    def port(self) -> int:
+        return int(self.opened["port"])
+
+
+class Server:
+    """A kvtier-server with a socket, a port and a token of its own, and nothing on any disk but these."""
+
+    def __init__(self, pool_bytes: int, *, checksums: bool = True) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="kvtier-bench-server-")
+        where = Path(self._directory.name)
+        self.socket = where / "socket"
+        self.token_file = where / "token"
+        self.token_file.write_text(secrets.token_hex(32))
+        self.token_file.chmod(0o600)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._port = free.getsockname()[1]
+        settings = {
+            "host.size": pool_bytes,
+            "disk.path": "none",
+            "redis.url": "none",
+            "server.url": "none",
+            "daemon.socket": self.socket,
+            "daemon.listen": f"127.0.0.1:{self._port}",
+            "daemon.credentials": f"default=uid:{os.getuid()},default=token:{self.token_file}",
+            "daemon.tenants": "none",
+            "daemon.http": "off",
+            "daemon.checksums": str(checksums).lower(),
+            "daemon.log_level": "warning",
+        }
+        command = [sys.executable, "-P", "-c", "from kvtier.server.cli import main; main()"]
+        command += [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+        began = time.monotonic()
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        try:
+            self.client = self._connect(began + START_TIMEOUT_S)
+            self.client.ping()
+            self.start_s = time.monotonic() - began
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def unix_url(self) -> str:
+        return f"kvtier+unix://{self.socket}"
+
+    @property
+    def tcp_url(self) -> str:
+        return f"kvtier+tcp://127.0.0.1:{self._port}"
+
+    def _connect(self, deadline: float) -> RawClient:
+        while True:
+            try:
+                return RawClient(self.socket)
+            except OSError:
+                if self._process.poll() is not None:
+                    raise KVTierError(f"kvtier-server ended with {self._process.returncode} as it started") from None
+                if time.monotonic() > deadline:
+                    raise KVTierError(f"kvtier-server did not listen within {START_TIMEOUT_S:g} s") from None
+                time.sleep(POLL_S)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._directory.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.client.close()
+        self.close()
+
+
+class RawClient:
+    """The least client that says hello and pings: one socket, one question at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        try:
+            self._socket.connect(str(path))
+            self._receiver: Receiver[ServerMessage] = Receiver(
+                ServerMessage, max_message_bytes=MAX_MESSAGE_BYTES, max_payload_bytes=0
+            )
+            answer = self._ask(pack(Hello(1, list(VERSIONS), "kvtier bench", "", wants_mapping=False)))
+            assert isinstance(answer, Welcome), f"kvtier-server said {answer}"
+        except BaseException:
+            self._socket.close()
+            raise
+        self._ping = pack(Ping(1))
+
+    def ping(self) -> None:
+        assert isinstance(self._ask(self._ping), Pong)
+
+    def _ask(self, frame: bytes) -> object:
+        self._socket.sendall(frame)
+        while (event := self._receiver.next_event()) is None:
+            received = self._socket.recv_into(self._receiver.buffer())
+            assert received, "kvtier-server closed the connection"
+            self._receiver.received(received)
+        assert isinstance(event, Message)
+        return event.message
+
+    def close(self) -> None:
+        self._socket.close()

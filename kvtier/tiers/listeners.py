@@ -1,0 +1,44 @@
+"""Who is told of the host tier's blocks: of those that came, and of those that went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvtier.keys import Key
+from kvtier.tiers.reservation import Eviction
+
+__all__ = ["Listened", "OnCommit", "OnEvict"]
+
+OnEvict = Callable[[Sequence[Eviction]], None]
+OnCommit = Callable[[Sequence[tuple[Key, Key | None]], str | None], None]
+
+
+class Listened:
+    """Base of what tells. Mutable state: the lists of callbacks, each replaced as a whole."""
+
+    def __init__(self) -> None:
+        self._on_evict: list[OnEvict] = []
+        self._on_commit: list[OnCommit] = []
+
+    def subscribe(self, *, on_evict: OnEvict | None = None, on_commit: OnCommit | None = None) -> Callable[[], None]:
+        """Call back, on the thread that caused it and without our lock, after blocks went or were committed.
+
+        `on_commit` gets (key, parent's key) pairs, before the blocks can be evicted, and the name of the lower tier
+        that they came from (None: from an engine). It is the write-behind hook: a lower tier's queue leases there what
+        it wants to write. Callbacks must be quick and must not raise. Returns a call that ends the subscription.
+        """
+        if on_evict is not None:
+            self._on_evict = [*self._on_evict, on_evict]
+        if on_commit is not None:
+            self._on_commit = [*self._on_commit, on_commit]
+
+        def unsubscribe() -> None:
+            self._on_evict = [callback for callback in self._on_evict if callback is not on_evict]
+            self._on_commit = [callback for callback in self._on_commit if callback is not on_commit]
+
+        return unsubscribe
+
+    def _tell_evicted(self, evicted: Sequence[Eviction]) -> None:
+        if evicted:
+            for callback in self._on_evict:
+                callback(evicted)

@@ -1,0 +1,55 @@
+"""Blocks copied and hashed while they are in the cache. Other threads run meanwhile: numpy and xxhash see to that."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvtier.frame import payload_checksum
+
+__all__ = ["as_bytes", "checksum", "copy_checked", "copy_in"]
+
+CHUNK_BYTES = 256 << 10
+"""Of both sides of a copy, within a core's cache."""
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def as_bytes(buffer: memoryview) -> Bytes:
+    return np.frombuffer(buffer, np.uint8)
+
+
+def checksum(block: memoryview) -> int:
+    """XXH3-64, as the server keeps it."""
+    return payload_checksum(block)
+
+
+def copy_in(target: Bytes, source: Bytes, *, hashed: bool) -> int:
+    """Copy a block; the XXH3-64 of what it was at its source, or 0 if it is not to be hashed."""
+    if not hashed:
+        np.copyto(target, source)
+        return 0
+    return _copy(target, source, source)
+
+
+def copy_checked(target: Bytes, source: Bytes, checksum: int | None) -> bool:
+    """Copy a block; whether what arrived has this checksum. None: it is not looked at."""
+    if checksum is None:
+        np.copyto(target, source)
+        return True
+    # What is hashed is the caller's own by now: what others do to the source after this does not matter.
+    return _copy(target, source, target) == checksum
+
+
+def _copy(target: Bytes, source: Bytes, hashed: Bytes) -> int:
+    nbytes = len(source)
+    if nbytes <= 2 * CHUNK_BYTES:
+        np.copyto(target, source)
+        return xxhash.xxh3_64_intdigest(hashed.data)
+    digest = xxhash.xxh3_64()
+    for start in range(0, nbytes, CHUNK_BYTES):
+        part = slice(start, start + CHUNK_BYTES)
+        np.copyto(target[part], source[part])
+        digest.update(hashed[part].data)
+    return digest.intdigest()

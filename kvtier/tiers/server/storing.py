@@ -1,0 +1,141 @@
+"""Blocks on their way to the server: reserved, filled, committed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvtier.keys import DIGEST_BYTES, NAMESPACE_BYTES
+from kvtier.protocol.messages import Commit, CommitOutcome, Committed, FailureCode, Reserve, Reserved, ReserveOutcome
+from kvtier.tiers.base import WriteOutcome, WriteRequest
+from kvtier.tiers.server.answers import Slot, check_committed, check_reserved
+from kvtier.tiers.server.batches import Batch, digests_of
+from kvtier.tiers.server.connection import Connection
+from kvtier.tiers.server.copies import as_bytes, checksum, copy_in
+from kvtier.tiers.server.failures import RefusedError
+
+__all__ = ["Storing"]
+
+NO_PARENT = bytes(DIGEST_BYTES)
+
+_RESERVE_OUTCOMES = {
+    ReserveOutcome.ALREADY_STORED: WriteOutcome.ALREADY_STORED,
+    ReserveOutcome.BEING_STORED: WriteOutcome.FULL,
+    ReserveOutcome.FULL: WriteOutcome.FULL,
+}
+_COMMIT_OUTCOMES = {CommitOutcome.STORED: WriteOutcome.STORED, CommitOutcome.VOID: WriteOutcome.WITHDRAWN}
+
+
+class _Filled(NamedTuple):
+    """A commit that was not answered yet."""
+
+    number: int
+    positions: list[int]
+
+
+class Storing:
+    """One call's blocks, on one connection. `outcomes` is right for each block whatever `store` raises: those that it
+    did not come to are ERROR."""
+
+    def __init__(self, connection: Connection, requests: Sequence[WriteRequest]) -> None:
+        self._connection = connection
+        self._requests = requests
+        self.outcomes = [WriteOutcome.ERROR] * len(requests)
+        self.being_stored: list[int] = []
+        """Positions of blocks that others were storing when the server was last asked."""
+
+    def store(self, batches: Sequence[Batch]) -> None:
+        """Raises a ServerError. Then the connection is of no more use: what was reserved on it is given back as it
+        closes, as nothing here writes to a slot any more."""
+        self.being_stored = []
+        if not batches:
+            return
+        ahead = self._connection.can_ask_ahead
+        reserving = self._reserve(batches[0])
+        filled: _Filled | None = None
+        for i, batch in enumerate(batches):
+            slots = self._reserved(batch, reserving)
+            following = batches[i + 1] if i + 1 < len(batches) else None
+            if following is not None and ahead:
+                reserving = self._reserve(following)
+            if slots:
+                payload, checksums = self._fill(batch, slots)
+                if filled is not None:
+                    self._settle(filled)
+                filled = self._commit(batch, slots, payload, checksums)
+            if filled is not None and not ahead:
+                self._settle(filled)
+                filled = None
+            if following is not None and not ahead:
+                reserving = self._reserve(following)
+        if filled is not None:
+            self._settle(filled)
+
+    def _reserve(self, batch: Batch) -> int:
+        requests = [self._requests[i] for i in batch.positions]
+        digests = digests_of(request.key for request in requests)
+        parents = b"".join(
+            [NO_PARENT if request.parent is None else request.parent[NAMESPACE_BYTES:] for request in requests]
+        )
+        return self._connection.ask(
+            lambda number: Reserve(number, batch.namespace, batch.block_bytes, digests, parents, batch.ttl_ms), Reserved
+        )
+
+    def _reserved(self, batch: Batch, number: int) -> list[Slot]:
+        """The slots that are ours to fill; what becomes of the other blocks is noted."""
+        try:
+            answer = self._connection.answer(number, Reserved)
+        except RefusedError as error:
+            if error.is_final:
+                raise
+            # No block of this length can be had there; of anything else it is the server that fails.
+            refused = WriteOutcome.FULL if error.code == FailureCode.INVALID else WriteOutcome.ERROR
+            for position in batch.positions:
+                self.outcomes[position] = refused
+            return []
+        slots = check_reserved(self._connection, answer, len(batch.positions), batch.block_bytes)
+        for position, outcome in zip(batch.positions, answer.outcomes, strict=True):
+            if outcome != ReserveOutcome.RESERVED:
+                self.outcomes[position] = _RESERVE_OUTCOMES[outcome]
+            if outcome == ReserveOutcome.BEING_STORED:
+                self.being_stored.append(position)
+        return slots
+
+    def _fill(self, batch: Batch, slots: Sequence[Slot]) -> tuple[list[memoryview], list[int]]:
+        """Copy to the slots; without a mapping, what is to follow the commit. And the checksums."""
+        mapping = self._connection.mapping
+        payload, checksums = [], []
+        for slot in slots:
+            request = self._requests[batch.positions[slot.place]]
+            known = request.checksum if self._connection.welcome.checksums else 0
+            if mapping is None:
+                payload.append(request.buffer.cast("B"))
+                checksums.append(checksum(request.buffer) if known is None else known)
+            else:
+                target = mapping.slot(slot.offset, batch.block_bytes)
+                found = copy_in(target, as_bytes(request.buffer), hashed=known is None)
+                checksums.append(found if known is None else known)
+        return payload, checksums
+
+    def _commit(
+        self, batch: Batch, slots: Sequence[Slot], payload: Sequence[memoryview], checksums: list[int]
+    ) -> _Filled:
+        handles = [slot.handle for slot in slots]
+        nbytes = sum(map(len, payload))
+        number = self._connection.ask_with(
+            lambda number: Commit(number, handles, checksums), Committed, payload, nbytes
+        )
+        for handle in handles:
+            del self._connection.held[handle]
+        return _Filled(number, [batch.positions[slot.place] for slot in slots])
+
+    def _settle(self, filled: _Filled) -> None:
+        try:
+            answer = self._connection.answer(filled.number, Committed)
+        except RefusedError as error:
+            if error.is_final:
+                raise
+            return  # as they are: ERROR
+        check_committed(self._connection, answer, len(filled.positions))
+        for position, outcome in zip(filled.positions, answer.outcomes, strict=True):
+            self.outcomes[position] = _COMMIT_OUTCOMES[outcome]
