@@ -17,7 +17,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from kvtier import __version__, live_commands
+from kvtier import __version__, explain_command, live_commands
 from kvtier.errors import KVTierError
 
 __all__ = ["COMMAND_GROUP", "build_app", "main"]
@@ -93,7 +93,7 @@ def build_app(commands: Iterable[EntryPoint]) -> typer.Typer:
     app.callback()(_root)
     app.command("config")(_config)
     live = live_commands
-    for own in (live.ping, live.stat, live.top, live.ls, live.flush, live.verify):
+    for own in (live.ping, live.stat, live.top, live.ls, live.flush, live.verify, explain_command.explain):
         app.command(own.__name__)(own)
     for command in sorted(commands, key=lambda command: command.name):
         _register(app, command)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvtier.protocol.admin import AdminAnswer
     from kvtier.server.admin_client import AdminClient
 
-__all__ = ["flush", "ls", "ping", "stat", "top", "verify"]
+__all__ = ["AsRows", "Socket", "Tenant", "ask", "connect", "flush", "ls", "ping", "stat", "top", "verify"]
 
 Socket = Annotated[
     str | None,
@@ -53,9 +53,9 @@ def ping(socket: Socket = None, as_json: AsObject = False) -> None:
 
     report: dict[str, Any] = {"ready": False, "command": __version__}
     try:
-        with _connect(socket) as client:
+        with connect(socket) as client:
             begun_at = time.perf_counter()
-            (health,) = _ask(client, "AskHealth")
+            (health,) = ask(client, "AskHealth")
             report |= {
                 "ready": health["is_ready"],
                 "state": health["state"],
@@ -88,7 +88,7 @@ def stat(socket: Socket = None, tenant: Tenant = "", as_json: AsObject = False) 
 
     With --json that is the document of /status.json: counters run from the daemon's start.
     """
-    with _connect(socket) as client:
+    with connect(socket) as client:
         document = _status(client, tenant)
     if as_json:
         typer.echo(json.dumps(document))
@@ -117,7 +117,7 @@ def top(
     from kvtier.live_tables import rates, rates_table
 
     console = Console()
-    with _connect(socket) as client:
+    with connect(socket) as client:
         measured = _measure(client, tenant, interval)
         if as_json:
             for before, after in measured:
@@ -155,7 +155,7 @@ def _measure(client: AdminClient, tenant: str, interval_s: float) -> Iterator[tu
 
 def _status(client: AdminClient, tenant: str) -> dict[str, Any]:
     document: dict[str, Any] = {}
-    for part in _ask(client, "AskStatus", tenant=tenant):
+    for part in ask(client, "AskStatus", tenant=tenant):
         content = json.loads(part["document"])
         if part["tenant"]:
             document["tenants"].append(content)
@@ -189,13 +189,13 @@ def ls(
     if disk is not None:
         disk_commands.ls(disk, as_json)
         return
-    with _connect(socket) as client:
+    with connect(socket) as client:
         if blocks:
             rows = _block_rows(client, tenant, tier, _parse_namespace(namespace), limit)
         else:
             rows = (
                 {**_place(row), "namespace": row["namespace"].hex(), "blocks": row["blocks"], "bytes": row["nbytes"]}
-                for row in _ask(client, "AskNamespaces", tenant=tenant)
+                for row in ask(client, "AskNamespaces", tenant=tenant)
                 if tier in ("", row["tier"])
             )
         if as_json:
@@ -214,7 +214,7 @@ def _block_rows(
 ) -> Iterator[dict[str, object]]:
     from kvtier.keys import DIGEST_BYTES
 
-    for page in _ask(client, "AskBlocks", limit=limit, tenant=tenant, tier=tier, namespace=namespace):
+    for page in ask(client, "AskBlocks", limit=limit, tenant=tenant, tier=tier, namespace=namespace):
         for place, length in enumerate(page["lengths"]):
             digest = page["digests"][place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
             yield {**_place(page), "key": (page["namespace"] + digest).hex(), "bytes": length}
@@ -258,8 +258,8 @@ def flush(
         return
     from kvtier.live_tables import print_flushed
 
-    with _connect(socket) as client:
-        answers = _ask(client, "AskFlush", max_wait_ms=round(1000 * wait), tenant=tenant, tier=tier)
+    with connect(socket) as client:
+        answers = ask(client, "AskFlush", max_wait_ms=round(1000 * wait), tenant=tenant, tier=tier)
         rows = [{**_place(row), "written": row["written"], "left": row["blocks_left"]} for row in answers]
     if as_json:
         for row in rows:
@@ -273,11 +273,11 @@ def flush(
 def _drop(socket: str | None, tenant: str, tier: str, yes: bool, as_json: bool) -> None:
     if tier:
         raise ConfigError(f"--drop forgets blocks in every tier, and cannot spare any: leave --tier {tier} out")
-    with _connect(socket) as client:
+    with connect(socket) as client:
         whose = f"tenant {tenant!r}" if tenant else "every tenant"
         if not yes:
             typer.confirm(f"Forget all blocks of {whose} of {client.path}, in every tier?", abort=True, err=True)
-        for row in _ask(client, "AskDrop", tenant=tenant):
+        for row in ask(client, "AskDrop", tenant=tenant):
             if as_json:
                 typer.echo(json.dumps({"tenant": row["tenant"], "forgotten": row["blocks"], "epoch": row["epoch"]}))
             else:
@@ -311,8 +311,8 @@ def verify(
         disk_commands.verify(disk, as_json)
         return
     report: dict[str, list[dict[str, Any]]] = {"tiers": [], "damaged": [], "integrity": []}
-    with _connect(socket) as client:
-        for row in _ask(client, "AskVerify", integrity=integrity, tenant=tenant, tier=tier):
+    with connect(socket) as client:
+        for row in ask(client, "AskVerify", integrity=integrity, tenant=tenant, tier=tier):
             if "key" in row:
                 report["damaged"].append({**_place(row), "key": row["key"].hex(), "problem": row["problem"]})
             elif "skipped" in row:
@@ -333,7 +333,7 @@ def verify(
 # ---- asking ----------------------------------------------------------------------------------------------------------
 
 
-def _connect(socket: str | None) -> AdminClient:
+def connect(socket: str | None) -> AdminClient:
     try:
         from kvtier.server.admin_client import AdminClient
     except ModuleNotFoundError as error:
@@ -360,7 +360,7 @@ def _admin_error() -> type[Exception]:
     return AdminError
 
 
-def _ask(client: AdminClient, name: str, **fields: Any) -> Iterator[Mapping[str, Any]]:
+def ask(client: AdminClient, name: str, **fields: Any) -> Iterator[Mapping[str, Any]]:
     """The answers to a message of that name, each as its fields."""
     from kvtier.protocol import admin
 

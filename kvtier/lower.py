@@ -11,6 +11,7 @@ from typing import Literal
 
 from kvtier.breaker import Breaker, BreakerSnapshot
 from kvtier.clock import Clock
+from kvtier.decisions import Decision
 from kvtier.errors import ClosedError, ForkedError, TierError
 from kvtier.executor import Executor, ThreadExecutor
 from kvtier.keys import BlockDigest, Key, make_key
@@ -79,6 +80,7 @@ class LowerTier:
             known = self._known
             self._watched.subscribe(lambda blocks: known.add(key for key, _ in blocks), known.discard)
         self._uses: deque[tuple[bytes, Sequence[BlockDigest], BlockDigest | None]] = deque(maxlen=MAX_USES)
+        self._decisions: deque[Decision] = deque(maxlen=MAX_USES)
         self._questions: Counter[str] = Counter()
         self._is_noting = False
         self._is_probing = False
@@ -204,17 +206,32 @@ class LowerTier:
             return
         with self._lock:
             self._uses.append((namespace, digests, parent))
-            submit, self._is_noting = not self._is_noting, True
-        if submit and not self.executor.try_submit(self._note_uses, urgent=False):
-            with self._lock:
-                self._is_noting = False  # the next use tries again
+        self._note_soon()
 
-    def _note_uses(self) -> None:
-        """All uses that were told since: one job however many they are, so that they take no writer's place."""
+    def note_decision(self, decision: Decision) -> None:
+        """What was decided of a request, for a tier that keeps a history: as `note_use`, told by a thread of it."""
+        if not self.tier.keeps_history:
+            return
         with self._lock:
-            uses = list(self._uses)
+            self._decisions.append(decision)
+        self._note_soon()
+
+    def _note_soon(self) -> None:
+        with self._lock:
+            submit, self._is_noting = not self._is_noting, True
+        if submit and not self.executor.try_submit(self._note_all, urgent=False):
+            with self._lock:
+                self._is_noting = False  # the next one tries again
+
+    def _note_all(self) -> None:
+        """All that was told since: one job however much it is, so that it takes no writer's place."""
+        with self._lock:
+            uses, decisions = list(self._uses), list(self._decisions)
             self._uses.clear()
+            self._decisions.clear()
             self._is_noting = False
+        if decisions:
+            self.tier.tell(decisions)
         for namespace, digests, parent in uses:
             self.write_behind.note_use(namespace, digests, parent)
             self.tier.touch([make_key(namespace, digest) for digest in digests])

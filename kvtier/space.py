@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.decisions import Decision, DecisionLog
 from kvtier.durability import Durability
 from kvtier.keys import BlockDigest, Namespace, make_key
 from kvtier.located import Located
@@ -55,6 +56,9 @@ class Home(Protocol):
 
     @property
     def counters(self) -> StoreCounters: ...
+
+    @property
+    def decisions(self) -> DecisionLog: ...
 
     def tier(self, name: str) -> LowerTier: ...
 
@@ -208,6 +212,12 @@ class Space:
         """
         tiers = {**(staged or {}), self._host.name: hit}
         return self._store.counters.add_lookup(asked, hit, miss or MissReason.ABSENT, tiers)
+
+    def note_decision(self, decision: Decision) -> None:
+        """For people who ask later why a request was not served: here, and at tiers that keep a history."""
+        self._store.decisions.note(decision)
+        for lower in self._store.lower:
+            lower.note_decision(decision)
 
     def count_fallback(self, reason: MissReason) -> None:
         """Count a request that waited for a lower tier in vain."""

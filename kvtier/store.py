@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self
 from kvtier.below import LowerTiers, open_tiers
 from kvtier.clock import Clock, MonotonicClock
 from kvtier.config import MemorySnapshot, Settings
+from kvtier.decisions import DecisionLog
 from kvtier.errors import ClosedError, ConfigError, LayoutError
 from kvtier.executor import Executor
 from kvtier.keys import Namespace
@@ -76,6 +77,7 @@ class Store:
         self._closed = False
         self._resetting = threading.Lock()  # one after the other: each tier is told every epoch in turn
         self._clock = clock or MonotonicClock()
+        self._decisions = DecisionLog(self._clock)
         opened = open_tiers(settings, self._clock, disk_files)
         try:
             self._memory = PoolMemory(pool_bytes, pin=host.pin, pinner=pinner, touch=touch)
@@ -124,6 +126,11 @@ class Store:
     def lower(self) -> Sequence[LowerTier]:
         """The tiers below host memory, in the order in which they are asked."""
         return self._below.tiers
+
+    @property
+    def decisions(self) -> DecisionLog:
+        """What was decided of requests of late."""
+        return self._decisions
 
     def tier(self, name: str) -> LowerTier:
         """The lower tier of that name; raises ConfigError where there is none."""

@@ -25,6 +25,7 @@ from kvtier_connectors.contract import (
     StepWork,
 )
 from kvtier_connectors.faults import CAUGHT
+from kvtier_connectors.history import admitted, given_up
 from kvtier_connectors.hooks import hook
 from kvtier_connectors.landing import Landing, LandingFlow
 from kvtier_connectors.live import LiveRequest, check_index
@@ -322,6 +323,7 @@ class RestoreFlow:
     def _note_fallback(self, fallback: Fallback) -> None:
         try:
             self._space.count_fallback(fallback.reason)
+            self._space.note_decision(given_up(fallback))
         except CAUGHT as error:
             self._report("count_fallback", error)
 
@@ -371,6 +373,7 @@ class RestoreFlow:
             miss = miss or self._host.why_missing(request, num_local, num_landing, max_blocks)
             arrived = None if request.arrival is None else request.arrival.arrived
             request.hit_sources = self._space.count_lookup(num_asked, num_landing, miss, arrived)
+            self._space.note_decision(admitted(request.request_id, num_asked, request.hit_sources, miss))
         self._space.note_use(request.info.digests[: num_local + num_landing], None)
 
     @hook(lambda: None)

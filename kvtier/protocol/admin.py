@@ -18,9 +18,12 @@ from kvtier.protocol.fields import (
     MAX_BLOCKS,
     Id,
     NamespaceDigest,
+    RequestName,
     ShortText,
     Size,
     Text,
+    TierCounts,
+    TierNames,
     Versions,
     WaitMs,
     check_counts,
@@ -35,6 +38,7 @@ __all__ = [
     "AdminAnswer",
     "AdminRequest",
     "AskBlocks",
+    "AskDecisions",
     "AskDrop",
     "AskFlush",
     "AskHealth",
@@ -43,6 +47,7 @@ __all__ = [
     "AskVerify",
     "BlockRows",
     "Damage",
+    "DecisionRow",
     "Dropped",
     "Ended",
     "Failed",
@@ -150,6 +155,14 @@ class AskVerify(_Message, tag=135, frozen=True):
     integrity: bool
     tenant: ShortText = ""
     tier: ShortText = ""
+
+
+class AskDecisions(_Message, tag=136, frozen=True):
+    """What was decided of requests with this name, of late. Answered by DecisionRow for each, oldest first."""
+
+    id: Id
+    request: RequestName
+    tenant: ShortText = ""
 
 
 # ---- what the daemon says --------------------------------------------------------------------------------------------
@@ -278,7 +291,27 @@ class Ended(_Message, tag=171, frozen=True):
     is_cut: bool
 
 
-AdminRequest = Greet | AskHealth | AskStatus | AskNamespaces | AskBlocks | AskFlush | AskDrop | AskVerify
+class DecisionRow(_Message, tag=172, frozen=True):
+    """As a client told it by `Tell`, so many seconds ago. client: which one."""
+
+    id: Id
+    tenant: ShortText
+    client: Text
+    age_s: Seconds
+    fate: ShortText
+    asked: Size
+    tiers: TierNames
+    served: TierCounts
+    reason: ShortText
+    waited_for: ShortText
+    waited_s: Seconds
+    limit_s: Seconds
+
+    def __post_init__(self) -> None:
+        check_counts(tiers=len(self.tiers), served=len(self.served))
+
+
+AdminRequest = Greet | AskHealth | AskStatus | AskNamespaces | AskBlocks | AskFlush | AskDrop | AskVerify | AskDecisions
 AdminAnswer = (
     Greeted
     | Health
@@ -292,5 +325,6 @@ AdminAnswer = (
     | Integrity
     | Progress
     | Ended
+    | DecisionRow
     | Failed
 )

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta
 
+from kvtier.decisions import MAX_NAME
 from kvtier.keys import DIGEST_BYTES, NAMESPACE_BYTES
 
 VERSIONS = (1,)
@@ -47,9 +49,15 @@ Versions = Annotated[list[Annotated[int, Meta(ge=0, lt=1 << 31)]], Meta(min_leng
 TierNames = Annotated[list[Annotated[str, Meta(max_length=64)]], Meta(max_length=16)]
 Token = Annotated[str, Meta(max_length=512)]
 ShortText = Annotated[str, Meta(max_length=64)]
+RequestName = Annotated[str, Meta(max_length=MAX_NAME)]
+TierCounts = Annotated[list[Size], Meta(max_length=16)]
 Text = Annotated[str, Meta(max_length=1024)]
 Counts = Annotated[dict[Text, int | float | Text], Meta(max_length=1024)]
 NamedCounts = Annotated[dict[Text, int | float | Text | Counts], Meta(max_length=1024)]
+
+
+class AnyMessage(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, gc=False):
+    """id: names a request; its answer has the same. 0 where no answer is wanted, or none is meant."""
 
 
 def check_digests(digests: bytes, parent: bytes = b"") -> None:

@@ -8,8 +8,6 @@ string of 32 bytes each, outcomes as one of a byte each: thousands of blocks are
 
 from __future__ import annotations
 
-import msgspec
-
 from kvtier.protocol.fields import (
     MAX_BLOCKS,
     MAX_HELLO_BYTES,
@@ -17,6 +15,7 @@ from kvtier.protocol.fields import (
     MAX_MESSAGE_BYTES,
     MAX_WAIT_MS,
     VERSIONS,
+    AnyMessage,
     BlockBytes,
     Checksums,
     Credits,
@@ -43,6 +42,7 @@ from kvtier.protocol.fields import (
     check_outcomes,
 )
 from kvtier.protocol.outcomes import CommitOutcome, DurableOutcome, FailureCode, ReserveOutcome, StageOutcome
+from kvtier.protocol.telling import Tell
 
 __all__ = [
     "MAX_BLOCKS",
@@ -82,20 +82,17 @@ __all__ = [
     "StartEpoch",
     "Stats",
     "StatsAnswer",
+    "Tell",
     "Touch",
     "WaitDurable",
     "Welcome",
 ]
 
 
-class _Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, gc=False):
-    """id: names a request; its answer has the same. 0 where no answer is wanted, or none is meant."""
-
-
 # ---- what a client says ----------------------------------------------------------------------------------------------
 
 
-class Hello(_Message, tag=1, frozen=True):
+class Hello(AnyMessage, tag=1, frozen=True):
     """The first message. versions: of the protocol, that the client speaks. token: of its tenant, or empty.
     wants_mapping: to have the pool's memory, where the connection can carry a descriptor."""
 
@@ -113,13 +110,13 @@ class Hello(_Message, tag=1, frozen=True):
         )
 
 
-class Ping(_Message, tag=2, frozen=True):
+class Ping(AnyMessage, tag=2, frozen=True):
     """Answered by Pong."""
 
     id: Id
 
 
-class Lookup(_Message, tag=3, frozen=True):
+class Lookup(AnyMessage, tag=3, frozen=True):
     """Which of these blocks are held. Changes nothing. Answered by Held. request: whose prompt it is, for people."""
 
     id: Id
@@ -131,7 +128,7 @@ class Lookup(_Message, tag=3, frozen=True):
         check_digests(self.digests)
 
 
-class Reserve(_Message, tag=4, frozen=True):
+class Reserve(AnyMessage, tag=4, frozen=True):
     """Slots for blocks of `block_bytes`, to be filled and then committed. Answered by Reserved.
 
     parents: of each block the one before it in its chain, 32 zeros for none. ttl_ms: for how long they are worth
@@ -150,7 +147,7 @@ class Reserve(_Message, tag=4, frozen=True):
         check_counts(digests=len(self.digests), parents=len(self.parents))
 
 
-class Commit(_Message, tag=5, frozen=True):
+class Commit(AnyMessage, tag=5, frozen=True):
     """Slots are filled: make the blocks findable, in this order. Answered by Committed once they are.
 
     checksums: XXH3-64 of each block. Without a mapping the blocks' bytes follow as payload, one behind the other.
@@ -164,14 +161,14 @@ class Commit(_Message, tag=5, frozen=True):
         check_counts(reservations=len(self.reservations), checksums=len(self.checksums))
 
 
-class Abort(_Message, tag=6, frozen=True):
+class Abort(AnyMessage, tag=6, frozen=True):
     """Nothing writes to these slots any more: they are the server's again. Answered by Done, unless id is 0."""
 
     id: IdOrNone
     reservations: Handles
 
 
-class Stage(_Message, tag=7, frozen=True):
+class Stage(AnyMessage, tag=7, frozen=True):
     """Blocks of `block_bytes` to be had: leased in the pool once they are in host memory, or sent. Answered by Staged.
 
     parent: of the first block, or empty. max_wait_ms: for blocks that come from lower tiers; what is not there by then
@@ -191,21 +188,21 @@ class Stage(_Message, tag=7, frozen=True):
         check_digests(self.digests, self.parent)
 
 
-class Release(_Message, tag=8, frozen=True):
+class Release(AnyMessage, tag=8, frozen=True):
     """Nothing reads these slots any more. Answered by Done, unless id is 0."""
 
     id: IdOrNone
     leases: Handles
 
 
-class Cancel(_Message, tag=9, frozen=True):
+class Cancel(AnyMessage, tag=9, frozen=True):
     """The answer to a request is not wanted any more: it is answered by Failed, or as if nothing were, if it is done.
     No answer of its own."""
 
     target: Id
 
 
-class Remove(_Message, tag=10, frozen=True):
+class Remove(AnyMessage, tag=10, frozen=True):
     """Forget blocks, in every tier. Answered by Count."""
 
     id: Id
@@ -216,7 +213,7 @@ class Remove(_Message, tag=10, frozen=True):
         check_digests(self.digests)
 
 
-class Touch(_Message, tag=11, frozen=True):
+class Touch(AnyMessage, tag=11, frozen=True):
     """A prompt used these blocks, whoever served them. No answer."""
 
     namespace: NamespaceDigest
@@ -227,7 +224,7 @@ class Touch(_Message, tag=11, frozen=True):
         check_digests(self.digests, self.parent)
 
 
-class WaitDurable(_Message, tag=12, frozen=True):
+class WaitDurable(AnyMessage, tag=12, frozen=True):
     """Whether blocks are safe in a lower tier, once none is on its way there. Answered by Durable."""
 
     id: Id
@@ -240,27 +237,27 @@ class WaitDurable(_Message, tag=12, frozen=True):
         check_digests(self.digests)
 
 
-class StartEpoch(_Message, tag=13, frozen=True):
+class StartEpoch(AnyMessage, tag=13, frozen=True):
     """Forget every block of the tenant, in every tier, and remember the epoch. Answered by Epoch."""
 
     id: Id
     epoch: Size
 
 
-class Stats(_Message, tag=14, frozen=True):
+class Stats(AnyMessage, tag=14, frozen=True):
     """Answered by StatsAnswer."""
 
     id: Id
 
 
-class Bye(_Message, tag=15, frozen=True):
+class Bye(AnyMessage, tag=15, frozen=True):
     """The client reads and writes no slot any more, and says nothing more. No answer."""
 
 
 # ---- what the server says --------------------------------------------------------------------------------------------
 
 
-class Welcome(_Message, tag=64, frozen=True):
+class Welcome(AnyMessage, tag=64, frozen=True):
     """version: of the protocol, from here on. mapping_bytes: of the memory whose descriptor comes with this message;
     0: none does. checksums: whether blocks are to be verified by theirs. credits: requests that may be without an
     answer at once. max_payload_bytes: of one message."""
@@ -279,7 +276,7 @@ class Welcome(_Message, tag=64, frozen=True):
     """Below host memory, in the order in which they are asked."""
 
 
-class Failed(_Message, tag=65, frozen=True):
+class Failed(AnyMessage, tag=65, frozen=True):
     """In place of an answer. id 0: of the connection, which ends. code: of FailureCode."""
 
     id: IdOrNone
@@ -287,11 +284,11 @@ class Failed(_Message, tag=65, frozen=True):
     text: Text
 
 
-class Pong(_Message, tag=66, frozen=True):
+class Pong(AnyMessage, tag=66, frozen=True):
     id: Id
 
 
-class Held(_Message, tag=67, frozen=True):
+class Held(AnyMessage, tag=67, frozen=True):
     """tiers: a byte a block: 0 not held, 1 in host memory, 2 and on: in the lower tier of Welcome at that number less
     2."""
 
@@ -299,7 +296,7 @@ class Held(_Message, tag=67, frozen=True):
     tiers: ManyOutcomes
 
 
-class Reserved(_Message, tag=68, frozen=True):
+class Reserved(AnyMessage, tag=68, frozen=True):
     """outcomes: of ReserveOutcome, a byte a block. reservations, offsets: of those that are RESERVED, in their order;
     an offset is the slot's first byte in the mapping."""
 
@@ -314,7 +311,7 @@ class Reserved(_Message, tag=68, frozen=True):
         check_counts(reserved=reserved, reservations=len(self.reservations), offsets=len(self.offsets))
 
 
-class Committed(_Message, tag=69, frozen=True):
+class Committed(AnyMessage, tag=69, frozen=True):
     """outcomes: of CommitOutcome, a byte a block."""
 
     id: Id
@@ -324,7 +321,7 @@ class Committed(_Message, tag=69, frozen=True):
         check_outcomes(self.outcomes, CommitOutcome.VOID)
 
 
-class Staged(_Message, tag=70, frozen=True):
+class Staged(AnyMessage, tag=70, frozen=True):
     """outcomes: of StageOutcome, a byte a block. leases, offsets, checksums: of those that are OK, in their order;
     of blocks that follow as payload leases and offsets are empty."""
 
@@ -342,18 +339,18 @@ class Staged(_Message, tag=70, frozen=True):
             check_counts(leases=len(self.leases), checksums=len(self.checksums))
 
 
-class Done(_Message, tag=71, frozen=True):
+class Done(AnyMessage, tag=71, frozen=True):
     id: Id
 
 
-class Count(_Message, tag=72, frozen=True):
+class Count(AnyMessage, tag=72, frozen=True):
     """number: blocks that were there."""
 
     id: Id
     number: Size
 
 
-class Durable(_Message, tag=73, frozen=True):
+class Durable(AnyMessage, tag=73, frozen=True):
     """lost: of DurableOutcome, a byte a block."""
 
     id: Id
@@ -363,14 +360,14 @@ class Durable(_Message, tag=73, frozen=True):
         check_outcomes(self.lost, DurableOutcome.LATE)
 
 
-class Epoch(_Message, tag=74, frozen=True):
+class Epoch(AnyMessage, tag=74, frozen=True):
     """The epoch that the tenant is in now: that asked for, or a later one."""
 
     id: Id
     epoch: Size
 
 
-class StatsAnswer(_Message, tag=75, frozen=True):
+class StatsAnswer(AnyMessage, tag=75, frozen=True):
     """stats: counts by name; see docs/protocol.md."""
 
     id: Id
@@ -393,6 +390,7 @@ ClientMessage = (
     | StartEpoch
     | Stats
     | Bye
+    | Tell
 )
 ServerMessage = (
     Welcome | Failed | Pong | Held | Reserved | Committed | Staged | Done | Count | Durable | Epoch | StatsAnswer

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
+from kvtier.decisions import Decision
 from kvtier.errors import ConfigError, ProtocolError
 from kvtier.keys import DIGEST_BYTES, BlockDigest, make_key
 from kvtier.protocol import messages
@@ -138,6 +139,8 @@ class Dialogue:
                 self._cancel(message.target)
             case messages.Touch():
                 self._touch(message, tenant)
+            case messages.Tell():
+                self._tell(message, tenant)
             case _:
                 self._handle_rare(message, tenant)
         return None
@@ -257,6 +260,14 @@ class Dialogue:
             digests = _split(message.digests)
             for lower in tenant.store.lower:
                 lower.note_use(message.namespace, digests, BlockDigest(message.parent) if message.parent else None)
+
+    def _tell(self, message: messages.Tell, tenant: Tenant) -> None:
+        served = dict(zip(message.tiers, message.served, strict=True))
+        waited_s, limit_s = message.waited_ms / 1000, message.limit_ms / 1000
+        decision = Decision(
+            message.request, message.fate, message.asked, served, message.reason, message.tier, waited_s, limit_s
+        )
+        tenant.store.decisions.note(decision, self._name)
 
     def _done(self, number: int, slots: Slots, handles: Sequence[int]) -> None:
         if number and slots.was_given(handles):

@@ -16,6 +16,7 @@ from kvtier.protocol.admin import (
     AdminAnswer,
     AdminRequest,
     AskBlocks,
+    AskDecisions,
     AskDrop,
     AskFlush,
     AskHealth,
@@ -23,6 +24,7 @@ from kvtier.protocol.admin import (
     AskStatus,
     AskVerify,
     BlockRows,
+    DecisionRow,
     Dropped,
     Ended,
     Failed,
@@ -83,6 +85,7 @@ class Operations:
             AskFlush: self._flush,
             AskDrop: self._drop,
             AskVerify: self._verify,
+            AskDecisions: self._decisions,
         }
 
     def greet(self, request: AdminRequest) -> Greeted | Failed:
@@ -132,6 +135,26 @@ class Operations:
         for tenant in tenants:
             if request.tenant in ("", tenant["name"]):
                 yield StatusPart(request.id, tenant["name"], _encoded(tenant))
+        yield Ended(request.id, is_cut=False)
+
+    def _decisions(self, request: AskDecisions) -> Answers:
+        for tenant in self._named(request.tenant):
+            for past in tenant.store.decisions.find(request.request):
+                decision, age_s = past.decision, max(0.0, tenant.store.clock.now() - past.at_s)
+                yield DecisionRow(
+                    request.id,
+                    tenant.name,
+                    past.client[:MAX_TEXT],
+                    age_s,
+                    decision.fate,
+                    decision.asked,
+                    list(decision.served),
+                    list(decision.served.values()),
+                    decision.reason,
+                    decision.tier,
+                    decision.waited_s,
+                    decision.limit_s,
+                )
         yield Ended(request.id, is_cut=False)
 
     # ---- what it holds

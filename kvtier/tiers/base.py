@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvtier.decisions import Decision
 from kvtier.keys import Key
 
 __all__ = ["ReadOutcome", "ReadRequest", "Tier", "TierUsage", "WriteOutcome", "WriteRequest"]
@@ -88,6 +89,13 @@ class Tier(ABC):
     name: str
     is_remote = False
     """Whether every answer comes from another machine: `contains` too is then for a thread of the tier."""
+
+    keeps_history = False
+    """Whether it wants to be told of decisions, for people who ask it why a request was not served."""
+
+    def tell(self, decisions: Sequence[Decision]) -> None:
+        """What was decided of requests. Allowed to do nothing."""
+        del decisions
 
     def probe(self) -> None:
         """Ask whether it is well by now; returns when it is, and raises what ails it when it is not.

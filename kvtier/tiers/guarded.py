@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from kvtier.breaker import Breaker, Permit
 from kvtier.clock import Clock
+from kvtier.decisions import Decision
 from kvtier.errors import ClosedError, ForkedError
 from kvtier.keys import Key
 from kvtier.tiers.base import ReadOutcome, ReadRequest, Tier, WriteOutcome, WriteRequest
@@ -124,6 +125,9 @@ class GuardedTier(TierWrapper):
             self._guarded("touch", self._inner.touch, keys, None, None, _untold)
         else:
             self._inner.touch(keys)
+
+    def tell(self, decisions: Sequence[Decision]) -> None:
+        self._guarded("tell", self._inner.tell, decisions, None, None, _untold)
 
     def read(self, requests: Sequence[ReadRequest]) -> list[ReadOutcome]:
         refused, failed = ([outcome] * len(requests) for outcome in (ReadOutcome.REFUSED, ReadOutcome.ERROR))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvtier.decisions import Decision
 from kvtier.keys import Key
 from kvtier.tiers.base import ReadOutcome, ReadRequest, Tier, TierUsage, WriteOutcome, WriteRequest
 
@@ -20,6 +21,7 @@ class TierWrapper(Tier):
         self._inner = tier
         self.name = tier.name
         self.is_remote = tier.is_remote
+        self.keeps_history = tier.keeps_history
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._inner!r})"
@@ -41,6 +43,9 @@ class TierWrapper(Tier):
 
     def touch(self, keys: Sequence[Key]) -> None:
         self._inner.touch(keys)
+
+    def tell(self, decisions: Sequence[Decision]) -> None:
+        self._inner.tell(decisions)
 
     def contains(self, keys: Sequence[Key]) -> list[bool]:
         return self._inner.contains(keys)

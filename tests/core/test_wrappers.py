@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.breaker import Breaker, BreakerState
+from kvtier.decisions import Decision
 from kvtier.errors import ClosedError, ConfigError, ForkedError
 from kvtier.keys import Key, make_key
 from kvtier.testing import DictTier, FakeClock, FaultyTier
@@ -112,6 +113,7 @@ class Recorded(Tier):
     def start_epoch(self, epoch: int) -> None: ...
     def probe(self) -> None: ...
     def touch(self, keys: Sequence[Key]) -> None: ...
+    def tell(self, decisions: Sequence[Decision]) -> None: ...
     def contains(self, keys: Sequence[Key]) -> list[bool]:
         return [True]
 
@@ -139,6 +141,7 @@ def test_a_wrapper_forwards_the_whole_contract() -> None:
     wrapper.start_epoch(4)
     wrapper.probe()
     wrapper.touch([])
+    wrapper.tell([])
     wrapper.check_integrity()
     assert wrapper.contains([]) == [True]
     assert wrapper.read([]) == [ReadOutcome.DAMAGED]

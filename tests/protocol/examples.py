@@ -31,6 +31,7 @@ CLIENT: list[tuple[Any, bytes]] = [
     (m.StartEpoch(70_000, 12), b""),
     (m.Stats(13), b""),
     (m.Bye(), b""),
+    (m.Tell("chat-7", "admitted", 30, ["host", "disk"], [8, 4], "absent", "", 250, 2000), b""),
 ]
 SERVER: list[tuple[Any, bytes]] = [
     (
@@ -153,6 +154,18 @@ client_messages: st.SearchStrategy[Any] = st.one_of(
     st.builds(m.StartEpoch, ids, sizes),
     st.builds(m.Stats, ids),
     st.just(m.Bye()),
+    st.builds(
+        lambda name, fate, asked, served, reason, tier, waited: m.Tell(
+            name, fate, asked, list(served), list(served.values()), reason, tier, waited, waited
+        ),
+        st.text(max_size=128),
+        short_texts,
+        sizes,
+        st.dictionaries(short_texts, sizes, max_size=16),
+        short_texts,
+        short_texts,
+        sizes,
+    ),
 )
 server_messages: st.SearchStrategy[Any] = st.one_of(
     st.builds(

@@ -31,6 +31,7 @@ REQUESTS: list[Any] = [
     a.AskFlush(5, 600_000, "a", "disk"),
     a.AskDrop(6, "a"),
     a.AskVerify(7, True, "a", "host"),  # noqa: FBT003
+    a.AskDecisions(8, "chat-7", "a"),
 ]
 ANSWERS: list[Any] = [
     a.Greeted(1, "kvtier 0.9", 4711),
@@ -45,6 +46,7 @@ ANSWERS: list[Any] = [
     a.Integrity(7, "", "two blocks name one slot"),
     a.Progress(7, 12),
     a.Ended(7, True),  # noqa: FBT003
+    a.DecisionRow(8, "a", "unix client 3", 12.5, "admitted", 30, ["host"], [12], "absent", "", 0.0, 0.0),
     a.Failed(0, "version", "this kvtier-server speaks version 2"),
 ]
 NAMED = [pytest.param(message, id=type(message).__name__) for message in REQUESTS + ANSWERS]

@@ -237,7 +237,7 @@ def test_who_makes_a_message_that_does_not_agree_with_itself_is_told_at_once() -
         check_outcomes(b"\1\11", m.StageOutcome.FULL)
 
 
-@pytest.mark.parametrize("number", [0, 16, 63, 76, 127, 128, 2**31])
+@pytest.mark.parametrize("number", [0, 17, 63, 76, 127, 128, 2**31])
 def test_an_unknown_type_is_no_message(number: int) -> None:
     for receiver in (receiver_of_client(), receiver_of_server()):
         assert str(number) in is_refused(receiver, frame_of_array([number, 1]))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvtier.clock import Clock
+from kvtier.decisions import MAX_NAME, Decision
 from kvtier.keys import Key
-from kvtier.protocol.messages import Count, Held, Lookup, Remove, Touch
+from kvtier.protocol.messages import Count, Held, Lookup, Remove, Tell, Touch
 from kvtier.tiers.base import ReadOutcome, ReadRequest, WriteOutcome, WriteRequest
 from kvtier.tiers.server.batches import Batch, Lookups, batches, lookups
 from kvtier.tiers.server.calls import Caller
@@ -21,6 +22,8 @@ MAX_TTL_MS = (1 << 63) - 1
 FIRST_PAUSE_S = 0.001
 LONGEST_PAUSE_S = 0.05
 PATIENCE_SHARE = 0.5
+MAX_TIERS = 16
+MAX_TIER_NAME = 64
 """Of a call's time, that a block which another client stores, or a slot, is waited for: half is left for the rest."""
 
 
@@ -57,6 +60,15 @@ class Blocks:
         def tell(connection: Connection) -> None:
             for each in lookups(keys):
                 connection.say(Touch(each.namespace, each.digests, b""))
+
+        self._caller.ask(tell, deadline)
+
+    def tell(self, decisions: Sequence[Decision], deadline: float) -> None:
+        """Raises TierError where the server cannot be told."""
+
+        def tell(connection: Connection) -> None:
+            for decision in decisions:
+                connection.say(_told(decision))
 
         self._caller.ask(tell, deadline)
 
@@ -182,3 +194,18 @@ def _split(connection: Connection, blocks: Sequence[tuple[int, Key, int, int]]) 
 
 def _ttl_ms(request: WriteRequest) -> int:
     return 0 if request.ttl_s is None else max(1, int(min(request.ttl_s * 1000, MAX_TTL_MS)))
+
+
+def _told(decision: Decision) -> Tell:
+    served = dict(list(decision.served.items())[:MAX_TIERS])
+    return Tell(
+        decision.request_id[:MAX_NAME],
+        decision.fate,
+        decision.asked,
+        [tier[:MAX_TIER_NAME] for tier in served],
+        list(served.values()),
+        decision.reason[:MAX_TIER_NAME],
+        decision.tier[:MAX_TIER_NAME],
+        int(1000 * max(0.0, decision.waited_s)),
+        int(1000 * max(0.0, decision.limit_s)),
+    )

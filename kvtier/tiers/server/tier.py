@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from kvtier.clock import Clock
 from kvtier.config.serving import ServerSettings
+from kvtier.decisions import Decision
 from kvtier.errors import ClosedError, ConfigError, ForkedError, IntegrityError, LayoutError, TierError
 from kvtier.keys import KEY_BYTES, Key, split_key
 from kvtier.protocol.messages import Epoch, Ping, StartEpoch, Welcome
@@ -53,6 +54,7 @@ class ServerTier(Tier):
     """
 
     name = "server"
+    keeps_history = True
     is_remote = True
 
     def __init__(self, settings: ServerSettings, clock: Clock) -> None:
@@ -155,6 +157,12 @@ class ServerTier(Tier):
         with self._call() as deadline:
             if keys and not self._is_mute:
                 self._blocks.touch(keys, deadline)
+
+    def tell(self, decisions: Sequence[Decision]) -> None:
+        """The server keeps them for a while, for `kvtier explain`. Raises TierError where it cannot be told."""
+        with self._call() as deadline:
+            if decisions and not self._is_mute:
+                self._blocks.tell(decisions, deadline)
 
     def read(self, requests: Sequence[ReadRequest]) -> list[ReadOutcome]:
         """Copy blocks from the server's memory, or receive them, into the buffers.
