@@ -19,7 +19,7 @@ VLLM_TREES := $(VLLM_VENV)/trees
 VLLM_ENV := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_ENABLE_V1_MULTIPROCESSING=0
 # One thread: small matrices gain nothing from more, and sums come out in one order.
 ONE_THREAD := OMP_NUM_THREADS=1
-SOAK_SECONDS := 240
+SOAK_SECONDS := 210
 FUZZ_SECONDS := 60
 
 help:
@@ -137,6 +137,7 @@ bench: $(STAMP) redis-server
 	$(BIN)/kvtier bench codecs
 	$(BIN)/kvtier bench faults --tier disk
 	$(BIN)/kvtier bench faults --tier all
+	$(BIN)/kvtier bench faults --tier server
 	$(BIN)/kvtier bench lookup
 	$(BIN)/python -m benchmarks.scheduler_step
 	$(BIN)/python -m benchmarks.agents_under_pressure

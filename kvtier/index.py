@@ -11,6 +11,7 @@ from kvtier.errors import IntegrityError
 __all__ = ["BlockIndex", "BlockState"]
 
 STATE_BITS = 1
+COMMITTED_BIT = 1
 
 
 class BlockState(IntEnum):
@@ -49,6 +50,18 @@ class BlockIndex:
             return None
         return packed >> STATE_BITS, BlockState(packed & 1)
 
+    def slot_of(self, namespace: bytes, digest: bytes) -> int | None:
+        """As `find`, without the state."""
+        space = self._spaces.get(namespace)
+        packed = None if space is None else space.get(digest)
+        return None if packed is None else packed >> STATE_BITS
+
+    def committed_slot(self, namespace: bytes, digest: bytes) -> int | None:
+        """Where a block may be read, or None."""
+        space = self._spaces.get(namespace)
+        packed = 0 if space is None else space.get(digest, 0)
+        return packed >> STATE_BITS if packed & 1 else None
+
     def committed_run(self, namespace: bytes, digests: Sequence[bytes]) -> list[int]:
         """The slots of the leading blocks that are committed, up to the first that is not."""
         get = self._spaces.get(namespace, {}).get
@@ -84,14 +97,14 @@ class BlockIndex:
     def reserve(self, namespace: bytes, digest: bytes, slot: int) -> None:
         space = self._spaces.setdefault(namespace, {})
         assert digest not in space, "reserved twice"
-        space[digest] = slot << STATE_BITS | BlockState.RESERVED
+        space[digest] = slot << STATE_BITS  # RESERVED
         self._num_reserved += 1
 
     def commit(self, namespace: bytes, digest: bytes) -> None:
         """RESERVED to COMMITTED."""
         space = self._spaces[namespace]
         assert not space[digest] & 1, "committed twice"
-        space[digest] |= BlockState.COMMITTED
+        space[digest] |= COMMITTED_BIT
         self._num_reserved -= 1
         self._num_committed += 1
 

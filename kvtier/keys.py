@@ -127,7 +127,7 @@ class Namespace:
         """16 bytes of a SHA-256 over every field, format version, hash algorithm and the epoch, which counts resets."""
         parts = (
             b"kvtier namespace",
-            struct.pack("<II", FORMAT_VERSION, epoch),
+            struct.pack("<II" if epoch < 1 << 32 else "<IQ", FORMAT_VERSION, epoch),
             HASH_ALGORITHM.encode(),
             self.model.encode("utf-8", "surrogatepass"),
             self.revision.encode("utf-8", "surrogatepass"),

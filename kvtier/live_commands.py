@@ -38,6 +38,8 @@ AsObject = Annotated[bool, typer.Option("--json", help="Print one JSON object.")
 AsRows = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
 
 DEFAULT_BLOCKS = 1000
+_TIERS = ("host", "disk", "redis")
+"""That a daemon may have."""
 MAX_WAIT_S = 600.0
 _NOT_READY = 1
 _UNWRITTEN = 1
@@ -193,6 +195,7 @@ def ls(
         if blocks:
             rows = _block_rows(client, tenant, tier, _parse_namespace(namespace), limit)
         else:
+            _check_tier(tier)
             rows = (
                 {**_place(row), "namespace": row["namespace"].hex(), "blocks": row["blocks"], "bytes": row["nbytes"]}
                 for row in ask(client, "AskNamespaces", tenant=tenant)
@@ -218,6 +221,11 @@ def _block_rows(
         for place, length in enumerate(page["lengths"]):
             digest = page["digests"][place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
             yield {**_place(page), "key": (page["namespace"] + digest).hex(), "bytes": length}
+
+
+def _check_tier(tier: str) -> None:
+    if tier not in ("", *_TIERS):
+        raise ConfigError(f"--tier {tier!r} is none: there are {', '.join(_TIERS)}")
 
 
 def _parse_namespace(text: str) -> bytes:

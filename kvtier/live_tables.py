@@ -156,7 +156,7 @@ def print_status(document: Document) -> None:
 
 
 def _tiers_table(tenant: Document) -> Table:
-    table = _table("tier", "blocks", "used", "of", "due", "on their way", "breaker")
+    table = _table("tier", "blocks", "used", "of", "due so far", "of them pending", "breaker")
     for tier in tenant["tiers"]:
         table.add_row(
             tier["name"],

@@ -1,18 +1,17 @@
-"""The host pool: one mapping carved into slots, by slabs per size class, and the leases that keep slots alive."""
+"""The host pool: one mapping carved into slots, by slabs per size class, and which of them are leased."""
 
 from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import ClosedError, ConfigError, IntegrityError, LayoutError, LeaseError
+from kvtier.leases import Lease, Owner
 from kvtier.memory import PAGE_BYTES, PoolMemory
 
 __all__ = ["HostPool", "Lease", "Owner", "PoolUsage"]
@@ -35,78 +34,6 @@ class PoolUsage:
     num_slots_used: int
     num_slots_leased: int
     num_leases: int
-
-
-class Owner:
-    """Who holds leases: a request, a copy, a client. Closing it ends every lease it still has.
-
-    Mutable state: `_leases`, `_closed`, guarded by the pool's lock.
-    """
-
-    __slots__ = ("_closed", "_leases", "_pool", "name")
-
-    def __init__(self, pool: HostPool, name: str) -> None:
-        self.name = name
-        self._pool = pool
-        self._leases: set[Lease] = set()
-        self._closed = False
-
-    @property
-    def num_leases(self) -> int:
-        return len(self._leases)
-
-    def close(self) -> None:
-        """End every lease. Idempotent; later leases for this owner are refused. Any thread, never blocks on I/O."""
-        self._pool._close_owner(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class Lease:
-    """Keeps one slot's bytes from being given to another block, until `release` or its owner's end.
-
-    slot: the slot's id. offset: its first byte in the pool's buffer. nbytes: its usable size (whole pages).
-    """
-
-    __slots__ = ("_live", "_on_end", "_owner", "_pool", "nbytes", "offset", "slot")
-
-    def __init__(
-        self, pool: HostPool, owner: Owner, slot: int, offset: int, nbytes: int, on_end: Callable[[], None] | None
-    ) -> None:
-        self._pool = pool
-        self._owner = owner
-        self._live = True
-        self._on_end = on_end
-        self.slot = slot
-        self.offset = offset
-        self.nbytes = nbytes
-
-    @property
-    def live(self) -> bool:
-        return self._live
-
-    @property
-    def view(self) -> memoryview:
-        """The slot's bytes, writable. Valid only while the lease lives; raises LeaseError afterwards."""
-        return self._pool._view(self)
-
-    def release(self) -> bool:
-        """End the lease; False, and nothing else, when it had ended before. Any thread."""
-        return self._pool._release(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
 
 
 @dataclass(slots=True)
@@ -197,6 +124,27 @@ class HostPool:
             self._resident[slot] = resident
             return self._lease(slot, owner, on_end)
 
+    def allocate_all(self, nbytes: int, owner: Owner, on_ends: Sequence[Callable[[], None]]) -> list[Lease]:
+        """As `allocate` of resident slots, one for each of `on_ends`, as far as there are slots without evicting."""
+        slot_bytes = self.slot_bytes(nbytes)
+        leases: list[Lease] = []
+        with self._lock:
+            self._check_open(owner)
+            free = self._free.setdefault(slot_bytes, [])
+            slabs, slab_of, offsets = self._slabs, self._slab_of, self._offsets
+            for on_end in on_ends:
+                if not free and not self._assign_slab(slot_bytes):
+                    break
+                slot = free.pop()
+                slabs[slab_of[slot]].num_used += 1
+                self._resident[slot] = 1
+                self._leases[slot] = 1
+                leases.append(Lease(self, owner, slot, offsets[slot], slot_bytes, on_end))
+            owner._leases.update(leases)
+            self._num_leases += len(leases)
+            self._num_leased += len(leases)
+        return leases
+
     def lease(self, slot: int, owner: Owner) -> Lease:
         """Another lease on a resident slot, for a caller who holds the index's lock: it is still the block's."""
         return self.lease_all([slot], owner)[0]
@@ -207,6 +155,17 @@ class HostPool:
             self._check_open(owner)
             assert all(map(self._resident.__getitem__, slots)), "a slot is not resident"
             return [self._lease(slot, owner, None) for slot in slots]
+
+    def release_all(self, leases: Iterable[Lease]) -> None:
+        """As `Lease.release`, each of them."""
+        ended: list[Lease] = []
+        with self._lock:
+            for lease in leases:
+                if lease._live:
+                    lease._owner._leases.discard(lease)
+                    self._end(lease)
+                    ended.append(lease)
+        _tell(ended)
 
     def clear_resident(self, slot: int) -> None:
         """The index forgot this slot; it is free once unleased."""
@@ -314,7 +273,7 @@ class HostPool:
             lease._owner._leases.discard(lease)
             self._end(lease)
         if lease._on_end is not None:
-            lease._on_end()
+            _tell([lease])
         return True
 
     def _close_owner(self, owner: Owner) -> None:
@@ -323,9 +282,7 @@ class HostPool:
             ended, owner._leases = owner._leases, set()
             for lease in ended:
                 self._end(lease)
-        for lease in ended:
-            if lease._on_end is not None:
-                lease._on_end()
+        _tell(ended)
 
     def _end(self, lease: Lease) -> None:
         lease._live = False
@@ -396,3 +353,10 @@ class HostPool:
         self._resident.append(0)
         self._is_watched.append(0)
         return len(self._offsets) - 1
+
+
+def _tell(ended: Iterable[Lease]) -> None:
+    for lease in ended:
+        if lease._on_end is not None:
+            on_end, lease._on_end = lease._on_end, None  # mostly it knows the lease: a circle else
+            on_end()

@@ -11,12 +11,13 @@ from functools import cache, partial
 
 from kvtier.clock import Clock
 from kvtier.errors import ClosedError
+from kvtier.fence import Fence
 from kvtier.keys import BlockDigest, make_key
 from kvtier.located import Located, Source, is_known, lease_held, locate
 from kvtier.membership import Question
 from kvtier.pool import HostPool, Owner
 from kvtier.readqueue import ReadQueue
-from kvtier.reasons import DropReason, MissReason
+from kvtier.reasons import MissReason
 from kvtier.stage import Stage, StageRead
 from kvtier.tiers.base import ReadRequest
 from kvtier.tiers.host import HostTier
@@ -56,6 +57,7 @@ class Stager:
         self._sources = tuple(sources)
         self._clock = clock
         self._owner = pool.owner("staging")
+        self.fence = Fence(host, self._owner)
         self._lock = threading.Lock()
         self._queue = ReadQueue(self._sources, max_inflight_bytes, clock)
         self._num_reads = 0
@@ -307,7 +309,7 @@ class Stager:
         failure: MissReason | None = None
         for read in reads:
             # Behind a block without a slot, a slot would serve nobody and cost someone's block.
-            failure = read.failure = failure or (MissReason.TIER_DOWN if read.is_replaced else self._reserve(read))
+            failure = read.failure = failure or (MissReason.TIER_DOWN if read.is_replaced else self.fence.reserve(read))
         filled = [(read, read.reservation) for read in reads if read.reservation is not None]
         if not filled:
             return
@@ -321,15 +323,6 @@ class Stager:
         )
         for (read, _), outcome in zip(filled, outcomes, strict=True):
             read.note_outcome(outcome)
-
-    def _reserve(self, read: StageRead) -> MissReason | None:
-        """Set a slot aside. Without one, why; None too when the block came to host memory meanwhile."""
-        tenant = read.waiters[0][0].tenant  # whose stage asked first
-        reserved = self._host.reserve(read.namespace, read.digest, read.parent, read.nbytes, self._owner, tenant=tenant)
-        if isinstance(reserved, DropReason):
-            return None if reserved is DropReason.ALREADY_STORED else MissReason.HOST_FULL
-        read.reservation = reserved
-        return None
 
     def _complete(self, reads: Sequence[StageRead]) -> None:
         """Reads ended: commit what came, prefix first, and tell the stages. A block whose parent is still being read

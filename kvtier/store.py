@@ -202,8 +202,9 @@ class Store:
             self._epoch = max(at_least, 1 + max(self._epoch, *(lower.epoch for lower in self.lower), 0))
             with self._counters.lock:
                 self._counters.resets += 1
-            forgotten = sum(self._host.reset(namespace) for namespace in self._host.namespaces())
-            self._below.start_epoch(self._epoch)
+            with self._stager.fence.shut():
+                forgotten = sum(self._host.reset(namespace) for namespace in self._host.namespaces())
+                self._below.start_epoch(self._epoch)
         return forgotten
 
     def start_touching(self) -> None:

@@ -30,9 +30,10 @@ __all__ = ["Connector", "FlushResult", "sizing_warning"]
 logger = logging.getLogger("kvtier.connector")
 
 
-def sizing_warning(host_blocks: int, gpu_blocks: int) -> str | None:
-    """What to tell the operator when the host pool is too small to help; None when it is not."""
-    if host_blocks >= gpu_blocks:
+def sizing_warning(store: Store, host_blocks: int, gpu_blocks: int) -> str | None:
+    """What to tell the operator when the host pool is too small to help; None when it is not, or passes on what it
+    gets."""
+    if store.lower or host_blocks >= gpu_blocks:
         return None
     return (
         f"host.size holds {host_blocks} blocks, fewer than the GPU pool's {gpu_blocks}: whatever is evicted from the "
@@ -98,7 +99,7 @@ class Connector:
         self.store = Store(settings, clock=clock) if store is None else store
         try:
             self.space: Space = self.store.open_space(namespace)
-            warning = sizing_warning(self.space.capacity_blocks, planes.num_blocks)
+            warning = sizing_warning(self.store, self.space.capacity_blocks, planes.num_blocks)
             if warning is not None:
                 logger.warning("%s", warning)
             self.worker = KVTierWorker(planes, self.space.buffer, executor=executor)

@@ -73,6 +73,18 @@ def parse_socket(value: object) -> str:
     raise ValueError("write the path of a Unix socket, such as '/run/kvtier/kvtier.sock', or 'off'")
 
 
+_GROUP = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", re.ASCII)
+
+
+def parse_group(value: object) -> str | None:
+    """A group's name or number; the word 'none' is none."""
+    if value is None or value == "none":
+        return None
+    if isinstance(value, str) and _GROUP.fullmatch(value) and not (value.isdigit() and int(value) >= (1 << 32) - 1):
+        return value
+    raise ValueError("write a group's name, or its number in quotes, or 'none'")
+
+
 def parse_admin_socket(value: object) -> str | None:
     """As `parse_socket`, or the word 'none' for the usual place."""
     return None if value is None or value == "none" else parse_socket(value)
@@ -171,6 +183,8 @@ class DaemonSettings(Subsystem):
 
     socket: Annotated[str, BeforeValidator(parse_socket)] = "/run/kvtier/kvtier.sock"
     """The Unix socket for engines of this machine, or 'off'."""
+    socket_group: Annotated[str | None, BeforeValidator(parse_group)] = None
+    """The group that may open the Unix socket too; none: its owner alone. Who is let in is said by `credentials`."""
     listen: Address = "off"
     """The address for engines of other machines, or 'off'."""
     http: Address = "127.0.0.1:9407"
@@ -231,6 +245,8 @@ class DaemonSettings(Subsystem):
     def _wrong_places(self) -> str | None:
         if self.socket == self.listen == "off":
             return "daemon.socket and daemon.listen are both 'off': nobody could reach the daemon; set one"
+        if self.socket == "off" and self.socket_group is not None:
+            return f"daemon.socket_group = {self.socket_group!r} needs daemon.socket: set it, or the group to 'none'"
         if self.socket != "off" and self.admin_path == self.socket:
             return f"daemon.admin_socket must be another path than daemon.socket = {self.socket!r}"
         if bool(self.tls_cert_file) != bool(self.tls_key_file):

@@ -45,7 +45,7 @@ class _Value:
 
 
 def load_settings(
-    path: Path | None = None, env: Mapping[str, str] | None = None, overrides: Mapping[str, Any] | None = None
+    path: str | Path | None = None, env: Mapping[str, str] | None = None, overrides: Mapping[str, Any] | None = None
 ) -> Settings:
     """Settings from `overrides`, then `env` (the process's own when None), then the file, then defaults.
 
@@ -56,7 +56,7 @@ def load_settings(
 
 
 def load_settings_with_sources(
-    path: Path | None = None,
+    path: str | Path | None = None,
     env: Mapping[str, str] | None = None,
     overrides: Mapping[str, Any] | None = None,
     texts: Mapping[str, str] | None = None,
@@ -65,7 +65,7 @@ def load_settings_with_sources(
     environment would say; only overrides win over them."""
     environment = os.environ if env is None else env
     values: dict[str, _Value] = {}
-    file_path = path if path is not None else _path_from(environment)
+    file_path = Path(path) if path is not None else _path_from(environment)
     if file_path is not None:
         values |= _from_file(file_path, "argument path" if path is not None else FILE_VARIABLE)
     values |= _from_environment(environment)

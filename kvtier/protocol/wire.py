@@ -132,6 +132,11 @@ class Receiver(Generic[M]):
         """Whether a frame was begun that has not come whole: an end of the connection here cuts it short."""
         return self._end > self._start or self._message_bytes > 0 or self._undecided or self._in_payload
 
+    @property
+    def payload_bytes_left(self) -> int:
+        """Of the payload under way, those that have not come."""
+        return self._payload_bytes
+
     def buffer(self) -> memoryview:
         """Where the next bytes go, never empty: room of the receiver's own, or within a payload the target itself.
 

@@ -14,12 +14,24 @@ from typing import Self
 
 from kvtier import __version__
 from kvtier.errors import KVTierError, ProtocolError
-from kvtier.protocol.admin import ADMIN_VERSIONS, AdminAnswer, AdminRequest, Ended, Failed, Greet, Greeted, Progress
+from kvtier.protocol.admin import (
+    ADMIN_VERSIONS,
+    AdminAnswer,
+    AdminRequest,
+    AskHealth,
+    Ended,
+    Failed,
+    Greet,
+    Greeted,
+    Progress,
+)
 from kvtier.protocol.messages import MAX_MESSAGE_BYTES, FailureCode
 from kvtier.protocol.wire import Receiver, pack
 
 __all__ = ["AdminClient", "AdminError", "NoDaemonError"]
 
+SHORT_TIMEOUT_S = 10.0
+"""For a greeting, and for whether it serves: what a daemon that is alive says at once."""
 ANSWER_TIMEOUT_S = 120.0
 """Between two answers: longer than anything that a daemon waits for in between."""
 
@@ -55,7 +67,7 @@ class AdminClient:
             )
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._sock.settimeout(ANSWER_TIMEOUT_S)
+            self._sock.settimeout(SHORT_TIMEOUT_S)
             self._connect()
             self.daemon = self._greet()
         except BaseException:
@@ -66,6 +78,7 @@ class AdminClient:
         """The answers as they come, Ended left out; to be read to their end before the next request. Raises AdminError
         where the daemon refuses, or is gone."""
         self.is_cut = False
+        self._sock.settimeout(SHORT_TIMEOUT_S if isinstance(request, AskHealth) else ANSWER_TIMEOUT_S)
         self._send(request)
         while True:
             answer = self._receive()

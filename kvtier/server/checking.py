@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import errno
+import os
+import socket
+import stat
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from kvtier.config import MemorySnapshot, Settings
+from kvtier.config.serving import split_address
 from kvtier.config.sources import LoadedSettings
 from kvtier.errors import ConfigError, KVTierError
-from kvtier.server.listening import tls_context
+from kvtier.server.listening import group_number, shut_out, tls_context
 from kvtier.server.opening import credentials_of, plan_tenants
 from kvtier.server.sizing import read_sizing
 from kvtier.server.tenants import read_token
 
 __all__ = ["CheckReport", "check_settings"]
+
+
+_OWN_SECTIONS = ("host", "disk", "redis", "daemon")
 
 
 @dataclass(slots=True)
@@ -38,11 +47,13 @@ class CheckReport:
         }
 
     def print(self) -> None:
-        """On stdout, for people."""
+        """On stdout, for people; of settings that a daemon has no use for, those that are set."""
         from rich.console import Console
 
         console = Console(soft_wrap=True, highlight=False, markup=False)
         for name, each in self.settings.items():
+            if each["source"] == "default" and name.partition(".")[0] not in _OWN_SECTIONS:
+                continue
             console.print(f"{name} = {_shown(each['value'])}  ({each['source']})")
         for line in _lines(self.sizing):
             console.print(line)
@@ -68,10 +79,13 @@ def check_settings(load: Callable[[], LoadedSettings]) -> CheckReport:
         for name, value in group.items()
     }
     checks: tuple[Callable[[], object], ...] = (
-        _check_modules,
+        lambda: _check_module("kvtier-server", "msgspec", "server"),
+        lambda: _check_module("redis.url", "redis", "redis") if settings.redis.url else None,
         settings.daemon.check,
         lambda: tls_context(settings.daemon),
         lambda: _check_tokens(settings),
+        lambda: _check_disks(settings, report),
+        lambda: _check_socket(settings, report),
         lambda: _size(settings, report),
     )
     for check in checks:
@@ -79,20 +93,95 @@ def check_settings(load: Callable[[], LoadedSettings]) -> CheckReport:
             check()
         except KVTierError as error:
             report.faults.append(str(error))
+    report.warnings += _ports_in_use(settings)
     return report
 
 
-def _check_modules() -> None:
-    if find_spec("msgspec") is None:
-        raise ConfigError(
-            "kvtier-server needs the module msgspec, which is not installed: pip install 'kvtier[server]'"
-        )
+def _check_module(who: str, module: str, extra: str) -> None:
+    if find_spec(module) is None:
+        raise ConfigError(f"{who} needs the module {module}, which is not installed: pip install 'kvtier[{extra}]'")
 
 
 def _check_tokens(settings: Settings) -> None:
     for each in credentials_of(settings):
         if each.kind == "token":
             read_token(each.value)
+
+
+def _check_disks(settings: Settings, report: CheckReport) -> None:
+    """A directory that is there must take files, and one that is not must be able to be made. As this user."""
+    for path in settings.disk.path:
+        place = Path(path).expanduser().absolute()
+        near = _nearest(place)
+        if (reason := _unwritable(near)) is None:
+            continue
+        text = f"disk.path = {path!r}: {reason}, for this user"
+        if near == place or not near.is_dir():
+            raise ConfigError(f"{text}; make it a directory of the daemon's user, or change it")
+        report.warnings.append(
+            f"{text}; make the directory, for the daemon's user, or have systemd make it (StateDirectory=)"
+        )
+
+
+def _check_socket(settings: Settings, report: CheckReport) -> None:
+    """Its directory, and what is in its place. Connects to nothing."""
+    daemon = settings.daemon
+    if daemon.socket == "off":
+        return
+    path = Path(daemon.socket).absolute()
+    named = f"daemon.socket = {daemon.socket!r}"
+    if path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
+        raise ConfigError(f"{named}: there is a file that is no socket; move it away, or choose another path")
+    near = _nearest(path.parent)
+    if near not in (path.parent, path.parent.parent):
+        raise ConfigError(
+            f"{named}: there is no directory {str(path.parent.parent)!r}; make it, or choose another path"
+        )
+    if (reason := _unwritable(near)) is not None:
+        report.warnings.append(
+            f"{named}: {reason}, for this user; start the daemon as one who may, or have systemd make the directory "
+            "(RuntimeDirectory=)"
+        )
+    if daemon.socket_group is None:
+        return
+    group_number(daemon.socket_group)
+    if near == path.parent and (problem := shut_out(near, daemon.socket_group)):
+        report.warnings.append(problem)
+    uids = {each.value for each in credentials_of(settings) if each.kind == "uid"}
+    if not uids - {str(os.geteuid())}:
+        report.warnings.append(
+            f"daemon.socket_group = {daemon.socket_group!r} lets its members open the socket, and daemon.credentials "
+            "names no other user than this one: add each ('default=uid:1001'), or they are denied"
+        )
+
+
+def _nearest(place: Path) -> Path:
+    """The path itself, or what is there of those above it."""
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    return place
+
+
+def _unwritable(place: Path) -> str | None:
+    if not place.is_dir():
+        return f"{str(place)!r} is no directory"
+    return None if os.access(place, os.W_OK | os.X_OK) else f"nothing can be written in {str(place)!r}"
+
+
+def _ports_in_use(settings: Settings) -> Iterator[str]:
+    """A warning only: a daemon with these very settings may be running, and be what listens there."""
+    for name in ("listen", "http"):
+        address = getattr(settings.daemon, name)
+        if address == "off":
+            continue
+        try:
+            family, kind, protocol, _, place = socket.getaddrinfo(*split_address(address), type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(place)
+        except OSError as error:
+            reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be listened on ({error})"
+            yield f"daemon.{name} = {address!r} {reason} now: if not by the daemon that runs, choose another"
 
 
 def _size(settings: Settings, report: CheckReport) -> None:

@@ -73,6 +73,8 @@ def _server(
     def load() -> LoadedSettings:
         return load_settings_with_sources(config, texts=texts)
 
+    if as_json and not check:
+        raise ConfigError("--json is for --check: add it, or set daemon.log_format=json for a log of objects")
     if check:
         sys.exit(_check(load, as_json=as_json))
     _serve(load)

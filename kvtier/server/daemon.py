@@ -220,7 +220,7 @@ class Daemon:
         """Take what is only ever one's, open, serve; close in the opposite order."""
         daemon = self._settings.daemon
         if daemon.socket != "off":
-            self._sockets.append(UnixSocket(daemon.socket, "daemon.socket"))
+            self._sockets.append(UnixSocket(daemon.socket, "daemon.socket", daemon.socket_group))
             stack.callback(self._sockets[-1].close)
         tcp = None
         if daemon.listen != "off":

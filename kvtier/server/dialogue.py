@@ -27,6 +27,7 @@ from kvtier.protocol.messages import (
 from kvtier.protocol.wire import MAX_PAYLOAD_BYTES
 from kvtier.server.hub import Hub
 from kvtier.server.requests import (
+    MAX_EPOCH,
     Answer,
     DurabilityRequest,
     LookupRequest,
@@ -45,8 +46,6 @@ __all__ = ["Dialogue", "Send"]
 logger = logging.getLogger("kvtier.server")
 
 MAX_TEXT = 1000
-MAX_EPOCH = (1 << 32) - 2
-"""Part of every namespace's digest, as 32 bits."""
 NO_PARENT = bytes(DIGEST_BYTES)
 
 Send = Callable[[ServerMessage, Sequence[memoryview], int | None], None]
@@ -208,7 +207,7 @@ class Dialogue:
         above = [None if parent == NO_PARENT else parent for parent in parents]
         given = slots.reserve(
             message.namespace,
-            zip(digests, above, strict=True),
+            list(zip(digests, above, strict=True)),
             message.block_bytes,
             message.ttl_ms / 1000 or None,
             self._clock.now(),

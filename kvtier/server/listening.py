@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import fcntl
+import grp
 import logging
 import os
 import socket
@@ -21,7 +22,16 @@ from kvtier.config.serving import split_address
 from kvtier.errors import ConfigError
 from kvtier.server.peers import Peer, Process
 
-__all__ = ["Listener", "UnixSocket", "listen_tcp", "tcp_peer", "tls_context", "unix_peer"]
+__all__ = [
+    "Listener",
+    "UnixSocket",
+    "group_number",
+    "listen_tcp",
+    "shut_out",
+    "tcp_peer",
+    "tls_context",
+    "unix_peer",
+]
 
 logger = logging.getLogger("kvtier.server")
 
@@ -38,16 +48,22 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_
 
 
 class UnixSocket:
-    """A socket in the file system that this process alone listens on and its user alone may open.
+    """A socket in the file system that this process alone listens on; its user alone may open it, or one group too.
 
     A lock file beside it says whose it is. What a daemon that was killed left behind is replaced; what another one
     listens on, or what is no socket, never is.
     """
 
-    def __init__(self, path: str, setting: str) -> None:
-        """Blocks for as long as a connect to a socket of this machine takes. Raises ConfigError naming `setting`."""
+    def __init__(self, path: str, setting: str, group: str | None = None) -> None:
+        """Blocks for as long as a connect to a socket of this machine takes. Raises ConfigError naming `setting`, or
+        `daemon.socket_group` for a group that is none, or none of this process's.
+
+        group: name or number of the one whose members may open it besides its owner.
+        """
         self.path = Path(path)
         self._setting = setting
+        self._group = group
+        self._gid = -1 if group is None else group_number(group)
         self._lock = self._take_lock()
         try:
             self._remove_stale()
@@ -104,18 +120,46 @@ class UnixSocket:
     def _check_directory(self) -> None:
         directory = self.path.parent
         try:
-            directory.mkdir(mode=0o700, exist_ok=True)
+            self._make_directory(directory)
             found = directory.stat()
         except OSError as error:
             raise self._refusal(
                 f"the directory cannot be used ({error.strerror}); make it, for the daemon's user, or choose another "
                 "path"
             ) from error
+        if found.st_uid not in (0, os.geteuid()):
+            raise self._refusal(
+                f"{str(directory)!r} is user {found.st_uid}'s, who could put a socket of theirs in its place; choose a "
+                f"directory of user {os.geteuid()}'s"
+            )
         if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
             raise self._refusal(
                 f"others may write to {str(directory)!r} and put a socket of theirs in its place; "
                 f"`chmod go-w {directory}`, or choose another directory"
             )
+
+        if self._group is not None and (problem := shut_out(directory, self._group)):
+            logger.warning("%s", problem)
+
+    def _make_directory(self, directory: Path) -> None:
+        """Unless there is one: what is there is its owner's to arrange."""
+        try:
+            directory.mkdir(mode=0o700)
+        except FileExistsError:
+            return
+        if self._group is not None:
+            self._give_to_group(directory, 0o710)
+
+    def _give_to_group(self, path: Path, mode: int) -> None:
+        try:
+            os.chown(path, -1, self._gid)
+        except OSError as error:
+            raise ConfigError(
+                f"daemon.socket_group = {self._group!r}: {str(path)!r} cannot be given to it ({error.strerror}); add "
+                "the daemon's user to that group (`usermod -aG`, or SupplementaryGroups= of the service), or name one "
+                "of its own"
+            ) from error
+        path.chmod(mode)
 
     def _remove_stale(self) -> None:
         try:
@@ -138,11 +182,39 @@ class UnixSocket:
         try:
             sock.bind(str(self.path))
             self.path.chmod(0o600)
+            if self._group is not None:
+                self._give_to_group(self.path, 0o660)
             sock.listen(BACKLOG)  # nobody can connect before this
+        except ConfigError:
+            sock.close()
+            self.path.unlink(missing_ok=True)
+            raise
         except OSError as error:
             sock.close()
             raise self._refusal(f"it cannot be listened on ({error.strerror or error}); choose another path") from error
         return sock
+
+
+def group_number(group: str) -> int:
+    """Of a group's name or number, as `daemon.socket_group` has it; raises ConfigError for a name that is none."""
+    try:
+        return int(group) if group.isdigit() else grp.getgrnam(group).gr_gid
+    except KeyError:
+        raise ConfigError(
+            f"daemon.socket_group = {group!r} is no group of this machine; `groupadd {group}`, or correct it"
+        ) from None
+
+
+def shut_out(directory: Path, group: str) -> str:
+    """What keeps members of `daemon.socket_group` from a socket in that directory, as far as its mode says, and what to
+    do; empty: nothing does."""
+    found, gid = directory.stat(), group_number(group)
+    if found.st_mode & 0o001 or (found.st_gid == gid and found.st_mode & 0o010):
+        return ""
+    return (
+        f"daemon.socket_group = {group!r} may open the socket, but not pass through {str(directory)!r}: `chgrp {group} "
+        f"{directory} && chmod g+x {directory}` (RuntimeDirectoryMode=0710 of the service), unless an ACL lets it in"
+    )
 
 
 def listen_tcp(address: str) -> socket.socket:

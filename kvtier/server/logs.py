@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
 from typing import IO
@@ -13,6 +14,8 @@ from kvtier.config import DaemonSettings
 __all__ = ["JsonFormatter", "set_level", "set_up_logs"]
 
 _OWN_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_PLAIN = re.compile(r"[\w.:/\[\]@%+-]+", re.ASCII)
+"""What stands in a line as it is; else a certificate's name could look like several fields, or another line."""
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
@@ -43,12 +46,16 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
         fields = " ".join(
-            f"{name}={value}"
+            f"{name}={_shown(str(value))}"
             for name, value in vars(record).items()
             if name not in _OWN_FIELDS and value not in (None, "")
         )
         first, newline, rest = text.partition("\n")
         return f"{first} ({fields}){newline}{rest}" if fields else text
+
+
+def _shown(text: str) -> str:
+    return text if _PLAIN.fullmatch(text) else ascii(text)
 
 
 def set_up_logs(settings: DaemonSettings, stream: IO[str] | None = None) -> logging.Handler:

@@ -14,12 +14,14 @@ from kvtier.clock import Clock
 
 __all__ = ["Output", "PlainOutput", "TlsOutput"]
 
-SEND_BYTES = 1 << 20
-"""In one call to the system."""
+SEND_BYTES = 4 << 20
+"""In one call to the system: between two of them Python finds the caches full of blocks, and nothing of its own."""
 TURN_BYTES = 4 << 20
 """Of one connection before others have their turn."""
 MAX_PARTS = 256
 """In one call to the system, which takes 1024 at most."""
+RETRY_S = 0.01
+"""After which it is tried again to send what must wait for room, where nothing can tell of that."""
 TLS_PIECE_BYTES = 256 << 10
 """That TLS encrypts, and its transport may have to keep, at once."""
 
@@ -110,6 +112,7 @@ class PlainOutput(Output):
         self._sock = sock
         self._loop = loop
         self._waiting: socket.socket | None = None
+        self._retry: asyncio.TimerHandle | None = None
 
     def send(self, data: bytes) -> None:
         if self._parts or self._is_closed:
@@ -123,7 +126,8 @@ class PlainOutput(Output):
             super().send(data[sent:])
 
     def flush(self) -> None:
-        if self._waiting is None and self._parts and not self._send():
+        is_waiting = self._waiting is not None or self._retry is not None
+        if self._parts and not is_waiting and not self._send():
             self._wait()
 
     def close(self) -> None:
@@ -166,19 +170,24 @@ class PlainOutput(Output):
     def _wait(self) -> None:
         try:
             self._waiting = self._sock.dup()
-        except OSError as error:  # as many open files as there may be
-            self.close()
-            self._loop.call_soon(self._on_broken, error)
+        except OSError:  # as many open files as there may be: that is not this peer's fault
+            self._retry = self._loop.call_later(RETRY_S, self._on_writable)
             return
         self._loop.add_writer(self._waiting, self._on_writable)
 
     def _on_writable(self) -> None:
+        self._retry = None
         if self._send():
             self._stop_waiting()
             if not self._is_closed:
                 self._on_drained()
+        elif self._waiting is None:
+            self._wait()
 
     def _stop_waiting(self) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
         if self._waiting is not None:
             waiting, self._waiting = self._waiting, None
             self._loop.remove_writer(waiting)

@@ -62,8 +62,9 @@ class Peer:
 
     @property
     def can_map(self) -> bool:
-        """Whether it may have the pool's memory: only who is known to be dead, once he is, gives it back."""
-        return self.kind == "unix" and self.process is not None
+        """Whether it may have the pool's memory: only who is known to be dead, once he is, gives it back. Whoever has a
+        dead process's connection is another."""
+        return self.kind == "unix" and self.process is not None and not self.process.is_dead()
 
     @property
     def holder(self) -> str:

@@ -25,6 +25,8 @@ LOOKUP_WAIT_S = 0.25
 """For remote tiers' answers to a lookup: then it is answered with what is known."""
 REMOVAL_WAIT_S = 10.0
 """For every tier to forget blocks."""
+MAX_EPOCH = (1 << 32) - 2
+"""Part of every namespace's digest, as 32 bits."""
 ASKED_BYTES = 1
 """Length of the blocks of a lookup, which does not say: how many are asked for at once depends on it."""
 
@@ -175,6 +177,11 @@ class ResetRequest(_Job):
         super().__init__(number, tenant, wake)
 
     def _do(self) -> ServerMessage:
+        if self._store.epoch >= MAX_EPOCH:
+            text = (
+                f"no epoch is left behind {self._store.epoch}: stop the server, empty its lower tiers, start it again"
+            )
+            return Failed(self.id, FailureCode.INVALID, text)
         return Epoch(self.id, self._store.start_epoch(self._epoch))
 
 

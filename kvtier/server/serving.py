@@ -35,6 +35,8 @@ audit = logging.getLogger("kvtier.audit")
 
 MESSAGES_A_TURN = 64
 """That one connection is answered before others have their turn."""
+TURN_S = 0.002
+"""That one connection is answered before others have their turn, however few messages those were."""
 TURN_BYTES = 4 << 20
 """Of a payload that is read at once before others have their turn."""
 MAX_WAITING_BYTES = 1 << 20
@@ -85,6 +87,7 @@ class Connection(asyncio.BufferedProtocol):
         """Answers of this turn, sent together at its end."""
         self._is_held = False
         """Nothing is read, for answers wait to be read."""
+        self._deaf_since: float | None = None
         self._closing: str | None = None
         """Why it ends, once it does."""
         self._scratch: bytearray | None = None
@@ -163,7 +166,12 @@ class Connection(asyncio.BufferedProtocol):
             if self._deadline is not None and now >= self._deadline:
                 self._transport.abort()
             return
-        if self._output.standstill_s >= self._timeout_s:
+        process = self.peer.process
+        if process is not None and self._session.is_mapped and process.is_dead():
+            self._abort("its process has ended, and another, which nobody watches, has the connection")
+        elif self._deaf_since is not None and now - self._deaf_since >= LINGER_S:
+            self._abort("the peer hears nothing")
+        elif self._output.standstill_s >= self._timeout_s:
             self._abort(f"the peer read nothing for daemon.client_timeout_s = {self._timeout_s:g} s")
         elif self._deadline is not None and now >= self._deadline and not self._is_held:
             late = "no message came" if not self._session.has_hello else "the rest of a message did not come"
@@ -250,7 +258,12 @@ class Connection(asyncio.BufferedProtocol):
         """Bytes that follow what was handled last, -1 where nothing new has come whole; whether there may be more."""
         payload_bytes = -1
         receiver = self._receiver
-        for _ in range(MESSAGES_A_TURN):
+        begun_at = 0.0
+        for number in range(MESSAGES_A_TURN):
+            if number == 1:  # one alone costs no look at the clock
+                begun_at = self._clock.now()
+            elif number and self._clock.now() - begun_at >= TURN_S:
+                return payload_bytes, True
             event = receiver.next_event()
             if event is None and self._in_payload:
                 event = self._read_on(receiver)
@@ -320,7 +333,13 @@ class Connection(asyncio.BufferedProtocol):
             self._resume()
 
     def _broken(self, error: OSError) -> None:
-        self._abort(str(error))
+        """The peer hears nothing any more. Where its slots depend on it, what it said before it went is listened to:
+        the last may be Bye."""
+        if self._closing is None and self._session is not None and self._session.is_mapped:
+            self._deaf_since = self._clock.now()
+            self._resume()
+        else:
+            self._abort(str(error))
 
     def _abort(self, why: str) -> None:
         self._closing = self._closing or why

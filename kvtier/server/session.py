@@ -44,6 +44,7 @@ class Session:
         self._dialogue: Dialogue | None = None
         self._is_closed = False
         self._has_ended = False
+        self._said_bye = False
 
     @property
     def is_closed(self) -> bool:
@@ -120,7 +121,7 @@ class Session:
             self._hello(message)
         elif isinstance(message, messages.Bye):
             self._stop("goodbye")
-            self.end(clean=True)
+            self._say_goodbye()
         elif self._dialogue is not None:
             return self._handle(self._dialogue, message, number, payload_bytes)
         return None
@@ -135,6 +136,8 @@ class Session:
         slots any more."""
         if self._dialogue is not None:
             self._dialogue.slots.sent()
+            if self._said_bye and not self._dialogue.slots.is_sending:
+                self.end(clean=True)
 
     def poll(self) -> None:
         """Answer what ended, void what is overdue. Called by `Hub.poll`."""
@@ -173,6 +176,7 @@ class Session:
         if self._dialogue is not None:
             self._dialogue.drop_requests()
             slots = self._dialogue.slots
+            clean = clean or self._said_bye
             is_kept = slots.end(clean=clean, quarantine=self._hub.quarantine, process=process)
             how = "said goodbye" if clean else "went without a word; its slots are kept" if is_kept else "went"
             logger.debug("%s of tenant %s (%s) %s", self._name, self.tenant_name, self.peer.address, how)
@@ -275,6 +279,14 @@ class Session:
             tiers=[lower.name for lower in tenant.store.lower],
         )
         self._send(welcome, (), tenant.mapping_fd if is_mapped else None)
+
+    def _say_goodbye(self) -> None:
+        """All is free, but for slots that are being sent: others' bytes would go out in place of theirs."""
+        self._said_bye = True
+        if self._dialogue is not None and self._dialogue.slots.is_sending:
+            self._dialogue.slots.let_go()
+        else:
+            self.end(clean=True)
 
     def _stop(self, reason: str) -> None:
         self._is_closed = True

@@ -179,6 +179,11 @@ def _other_warnings(settings: Settings, facts: dict[str, Any]) -> Iterator[str]:
             f"daemon.socket = {daemon.socket!r} is open to nobody: add a user to daemon.credentials "
             "('default=uid:1000'), or set it to 'off'"
         )
+    if daemon.http != "off" and not _is_loopback(daemon.http):
+        yield (
+            f"daemon.http = {daemon.http!r} is read by whoever reaches it: it has no password, and shows counts and "
+            "tenants' names; use an address of a network that is yours"
+        )
     if daemon.listen != "off" and not daemon.tls_cert_file and not _is_loopback(daemon.listen):
         yield (
             f"daemon.listen = {daemon.listen!r} has no TLS: tokens and blocks can be read on the way; set "

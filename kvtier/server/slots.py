@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import NamedTuple
 
 from kvtier.errors import IntegrityError
@@ -18,6 +19,9 @@ from kvtier.server.tenants import Tenant
 from kvtier.tiers.reservation import HeldBlock, Reservation
 
 __all__ = ["LeasedRun", "Slots", "SlotsGiven"]
+
+
+RESERVED = int(ReserveOutcome.RESERVED)
 
 
 class _Filled(NamedTuple):
@@ -91,7 +95,7 @@ class Slots:
     def reserve(
         self,
         namespace: bytes,
-        blocks: Iterable[tuple[BlockDigest, BlockDigest | None]],
+        blocks: Sequence[tuple[BlockDigest, BlockDigest | None]],
         nbytes: int,
         ttl_s: float | None,
         now: float,
@@ -102,21 +106,21 @@ class Slots:
         room = self._tenant.room(self.holder, slot_bytes)
         outcomes, handles, offsets = bytearray(), list[int](), list[int]()
         try:
-            for digest, parent in blocks:
-                if len(handles) >= room:
-                    outcomes.append(ReserveOutcome.FULL)
-                    continue
-                reserved = self._host.reserve(namespace, digest, parent, nbytes, self._owner, ttl_s=ttl_s)
-                if isinstance(reserved, DropReason):
-                    outcomes.append(self._why_not(reserved, namespace, digest))
-                    continue
-                outcomes.append(ReserveOutcome.RESERVED)
-                self._filling[self._next] = _Filled(reserved, now)
-                handles.append(self._next)
-                offsets.append(reserved.lease.offset)
-                self._next += 1
+            while len(outcomes) < len(blocks) and len(handles) < room:  # once, unless blocks are here already
+                asked = blocks[len(outcomes) :][: room - len(handles)]
+                given = self._host.reserve_all(namespace, asked, nbytes, self._owner, ttl_s=ttl_s)
+                for (digest, _), reserved in zip(asked, given, strict=True):
+                    if isinstance(reserved, Reservation):
+                        outcomes.append(RESERVED)
+                        handles.append(self._next)
+                        offsets.append(reserved.lease.offset)
+                        self._filling[self._next] = _Filled(reserved, now)
+                        self._next += 1
+                    else:
+                        outcomes.append(self._why_not(reserved, namespace, digest))
         finally:
             self._hold(len(handles) * slot_bytes)
+        outcomes += bytes([ReserveOutcome.FULL]) * (len(blocks) - len(outcomes))
         return SlotsGiven(bytes(outcomes), handles, offsets)
 
     def _why_not(self, reason: DropReason, namespace: bytes, digest: BlockDigest) -> int:
@@ -140,21 +144,21 @@ class Slots:
     def commit(self, handles: Sequence[int], checksums: Sequence[int] | None) -> tuple[bytes, int]:
         """A CommitOutcome for each, and the bytes of the blocks that are findable now."""
         filled = [self._filling.pop(handle, None) for handle in handles]
-        places = [place for place, each in enumerate(filled) if each is not None]
         live = [each.reservation for each in filled if each is not None]
-        sums = None if checksums is None else [checksums[place] for place in places]
+        is_void = len(live) < len(handles)
+        if is_void and checksums is not None:
+            checksums = [each for each, one in zip(checksums, filled, strict=True) if one is not None]
         try:
-            stored = self._host.commit(live, checksums=sums)
+            stored = self._host.commit(live, checksums=checksums)
         finally:
-            self._hold(-sum(reservation.lease.nbytes for reservation in live))
-        outcomes = bytearray([CommitOutcome.VOID]) * len(handles)
-        nbytes = 0
-        for place, reservation, is_stored in zip(places, live, stored, strict=True):
-            if is_stored:
-                outcomes[place] = CommitOutcome.STORED
-                nbytes += reservation.nbytes
+            self._hold(-sum([reservation.lease.nbytes for reservation in live]))
+        nbytes = sum([reservation.nbytes for reservation in compress(live, stored)])
+        if all(stored) and not is_void:
+            return bytes([CommitOutcome.STORED]) * len(handles), nbytes
         self.abort(handles)  # those that were void
-        return bytes(outcomes), nbytes
+        outcome = iter(stored)
+        are_stored = [each is not None and next(outcome) for each in filled]
+        return bytes([CommitOutcome.STORED if each else CommitOutcome.VOID for each in are_stored]), nbytes
 
     def abort(self, handles: Sequence[int]) -> None:
         """The client writes to these slots no more."""
@@ -202,7 +206,7 @@ class Slots:
                 found[place] = None
         leases = [block.lease for block in found if block is not None]
         self._found.update(leases)
-        self._hold(sum(lease.nbytes for lease in leases))
+        self._hold(sum([lease.nbytes for lease in leases]))
         return LeasedRun(found, len(digests) - len(asked))
 
     def expect(self, nbytes: int, most: int) -> int:
@@ -242,15 +246,24 @@ class Slots:
     def drop(self, leases: Sequence[Lease]) -> None:
         """Let go of leased blocks."""
         self._found.difference_update(leases)
-        for lease in leases:
-            lease.release()
-        self._hold(-sum(lease.nbytes for lease in leases))
+        self._pool.release_all(leases)
+        self._hold(-sum([lease.nbytes for lease in leases]))
 
     def release(self, handles: Sequence[int]) -> None:
         """The client reads these slots no more."""
         self.drop([lease for handle in handles if (lease := self._leases.pop(handle, None)) is not None])
 
     # ---- the end -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether the server still reads slots, to send them."""
+        return bool(self._outgoing)
+
+    def let_go(self) -> None:
+        """The client uses no slot any more: what it filled and read is free, and what is still sent stays."""
+        self.abort([*self._filling, *self._void])
+        self.release(list(self._leases))
 
     def end(self, *, clean: bool, quarantine: Quarantine, process: Process | None) -> bool:
         """The connection is over. clean, or without a mapping: all is free. Otherwise keys are free, and the slots go

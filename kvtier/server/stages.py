@@ -23,6 +23,7 @@ __all__ = ["StageRequest"]
 MAX_RUNS = 16
 """Stages of one request at once. A prompt's blocks are one, but for those that a tier loses meanwhile."""
 UNDECIDED = 255
+OK = int(StageOutcome.OK)
 
 REASON_TO_OUTCOME = {
     MissReason.DAMAGED: StageOutcome.DAMAGED,
@@ -258,16 +259,18 @@ class StageRequest(Request):
 
     def _lease(self, blocks: range) -> None:
         """Lease what host memory has of the undecided ones among these."""
-        wanted = [index for index in blocks if self._outcomes[index] == UNDECIDED]
+        outcomes, leases, checksums = self._outcomes, self._leases, self._checksums
+        wanted = [index for index in blocks if outcomes[index] == UNDECIDED]
         if not wanted:
             return
-        digests = [self._digests[index] for index in wanted]
+        is_all = len(wanted) == len(self._digests)
+        digests = self._digests if is_all else [self._digests[index] for index in wanted]
         found, num_refused = self._slots.lease(self._message.namespace, digests, self._message.block_bytes)
         for index, block in zip(wanted, found, strict=False):
             if block is not None:
-                self._outcomes[index] = StageOutcome.OK
-                self._leases[index] = block.lease
-                self._checksums[index] = block.checksum or 0
+                outcomes[index] = OK
+                leases[index] = block.lease
+                checksums[index] = block.checksum or 0
         for index in wanted[len(wanted) - num_refused :]:
             self._outcomes[index] = StageOutcome.REFUSED
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hmac
+import logging
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
@@ -15,6 +17,8 @@ from kvtier.server.peers import Peer
 from kvtier.store import Store
 
 __all__ = ["Tenant", "Tenants", "read_token"]
+
+logger = logging.getLogger("kvtier.server")
 
 HOLDING_SHARE = 2
 """A client may hold the pool's bytes divided by this, leased or being filled: the others go on."""
@@ -139,6 +143,8 @@ def read_token(path: str) -> bytes:
     try:
         with Path(path).open("rb") as file:
             token = file.read(MAX_TOKEN_BYTES + 2).strip()
+            if os.fstat(file.fileno()).st_mode & 0o077:
+                logger.warning("daemon.credentials: others may use the token's file %s: `chmod 600` it", path)
     except OSError as error:
         raise ConfigError(f"daemon.credentials: the token's file {path} cannot be read: {error.strerror}") from error
     if not MIN_TOKEN_BYTES <= len(token) <= MAX_TOKEN_BYTES:

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import compress
 
-from kvtier.errors import ClosedError, IntegrityError
-from kvtier.index import BlockIndex, BlockState
+from kvtier.errors import ClosedError
+from kvtier.index import BlockState
 from kvtier.keys import BlockDigest, Key, make_key, split_key
 from kvtier.policy import NO_PARENT, PolicyFactory, TailsFirstLRU
 from kvtier.pool import HostPool, Lease, Owner
-from kvtier.reasons import DropReason, MissReason
+from kvtier.reasons import DropReason
 from kvtier.tiers.base import ReadOutcome, ReadRequest, Tier, TierUsage, WriteOutcome, WriteRequest
 from kvtier.tiers.eviction import EvictionOrder
-from kvtier.tiers.forked import OwnProcess
-from kvtier.tiers.listeners import Listened, OnCommit, OnEvict
+from kvtier.tiers.listeners import OnCommit, OnEvict
+from kvtier.tiers.looking import Looked
 from kvtier.tiers.reservation import Eviction, HeldBlock, Phase, Reservation
 
 __all__ = ["HostTier", "OnCommit", "OnEvict"]
 
 RESET_STRETCH = 1024  # blocks forgotten under one hold of the lock: a few milliseconds
+FILLING, COMMITTED, VOID = Phase  # names of this module: an enumeration finds its members slowly
 MAX_GHOSTS = 1 << 17  # about 12 MiB of remembered keys
 
 
-class HostTier(OwnProcess, Listened, Tier):
+class HostTier(Looked, Tier):
     """Owns index and eviction order, and shares the pool with whoever holds leases.
 
     Two ways in: the batch contract of `Tier`, which copies, and reserve / commit / lease, by which a copy fills or
@@ -46,16 +47,7 @@ class HostTier(OwnProcess, Listened, Tier):
     ) -> None:
         """quotas: the most bytes of slots that a tenant's blocks may take, by its name; "*": any other's, each.
         keeps_checksums: from its commit on each block has one, where others than us may write to the slots."""
-        super().__init__()
-        self._pool = pool
-        self._keeps_checksums = keeps_checksums
-        self._order = EvictionOrder(pool, policy, quotas or {})
-        self._lock = threading.Lock()
-        self._index = BlockIndex()
-        self._names: dict[int, tuple[bytes, BlockDigest, int, float | None]] = {}  # by slot; its length and lifetime
-        self._checksums: dict[int, int] = {}  # by slot
-        self._filling: dict[int, Reservation] = {}  # by slot
-        self._ghosts: OrderedDict[bytes, None] = OrderedDict()
+        super().__init__(pool, EvictionOrder(pool, policy, quotas or {}), keeps_checksums=keeps_checksums)
         self._num_evicted = 0
         self._copier = pool.owner("host tier copies")
         self._closed = False
@@ -65,44 +57,10 @@ class HostTier(OwnProcess, Listened, Tier):
         return self._num_evicted
 
     @property
-    def num_blocks(self) -> int:
-        """Blocks that may be read now."""
-        return self._index.num_committed
-
-    @property
     def tenant_bytes(self) -> dict[str, int]:
         """Bytes of slots by tenant with blocks here, those being filled included. Empty without quotas."""
         with self._lock:
             return self._order.tenant_bytes
-
-    # ---- looking -------------------------------------------------------------------------------------------------
-
-    def committed_run(self, namespace: bytes, digests: Sequence[BlockDigest]) -> int:
-        """How many leading blocks are here. Pure: no lease, no recency, no statistics."""
-        with self._lock:
-            return self._index.committed_length(namespace, digests)
-
-    def committed(self, namespace: bytes, digests: Sequence[bytes]) -> bytes:
-        """A byte for each block: 1 where it is here, else 0. Pure, as `committed_run`; thousands in a millisecond."""
-        with self._lock:
-            return self._index.committed(namespace, digests)
-
-    def state(self, namespace: bytes, digest: BlockDigest) -> BlockState | None:
-        """What the index says of one block; None when it is not named."""
-        return self.states(namespace, [digest])[0]
-
-    def states(self, namespace: bytes, digests: Sequence[BlockDigest]) -> list[BlockState | None]:
-        """What the index says of each block."""
-        with self._lock:
-            found = [self._index.find(namespace, digest) for digest in digests]
-        return [block[1] if block else None for block in found]
-
-    def why_missing(self, namespace: bytes, digest: BlockDigest) -> MissReason:
-        """Why a block that a lookup did not find was not found."""
-        with self._lock:
-            if self._index.find(namespace, digest) is not None:
-                return MissReason.BEING_STORED
-            return MissReason.EVICTED if namespace + digest in self._ghosts else MissReason.ABSENT
 
     # ---- in place ------------------------------------------------------------------------------------------------
 
@@ -118,13 +76,14 @@ class HostTier(OwnProcess, Listened, Tier):
         """A lease on each block, given by namespace and digest, that is here. is_use: it counts as a use of each, which
         is named once then."""
         with self._lock:
-            found = [self._index.find(*block) for block in blocks]
-            slots = [block[0] if block and block[1] is BlockState.COMMITTED else None for block in found]
+            slots = [self._index.committed_slot(*block) for block in blocks]
             here = [slot for slot in slots if slot is not None]
             if not here:
                 return [None] * len(slots)
-            leases = iter(self._lease(here, owner) if is_use else self._pool.lease_all(here, owner))
-            return [None if slot is None else self._held(slot, next(leases)) for slot in slots]
+            leases = self._lease(here, owner) if is_use else self._pool.lease_all(here, owner)
+            names, sums = self._names, self._checksums
+            held = iter([HeldBlock(lease, *names[lease.slot][2:], sums.get(lease.slot)) for lease in leases])
+        return [None if slot is None else next(held) for slot in slots]
 
     def reserve(
         self,
@@ -147,31 +106,41 @@ class HostTier(OwnProcess, Listened, Tier):
         self.check_process()
         make_key(namespace, digest)
         self._pool.slot_bytes(nbytes)
+        reservation = Reservation(namespace, digest, parent, nbytes)
         evicted: list[Eviction] = []
         try:
             with self._lock:
-                if self._closed:
-                    return DropReason.CLOSED
-                if self._index.find(namespace, digest) is not None:
-                    return DropReason.ALREADY_STORED
-                reservation = Reservation(namespace, digest, parent, nbytes)
-                held = self._index.find(namespace, parent) if parent is not None else None
-                if held is not None:
-                    reservation._parent_lease = self._pool.lease(held[0], owner)
-                lease = self._allocate(nbytes, tenant, owner, lambda: self.abort(reservation), evicted)
-                if not isinstance(lease, DropReason):
-                    reservation.lease = lease
-                    if self._order.has_quotas:
-                        self._order.claim(lease.slot, lease.nbytes, tenant)
-                    self._index.reserve(namespace, digest, lease.slot)
-                    self._names[lease.slot] = (namespace, digest, nbytes, ttl_s)
-                    self._filling[lease.slot] = reservation
+                return self._reserve_one(reservation, owner, tenant, ttl_s, evicted)
         finally:
             self._tell_evicted(evicted)
-        if isinstance(lease, DropReason):
-            self._end_parent_lease(reservation)
-            return lease
-        return reservation
+
+    def reserve_all(
+        self,
+        namespace: bytes,
+        blocks: Sequence[tuple[BlockDigest, BlockDigest | None]],
+        nbytes: int,
+        owner: Owner,
+        *,
+        tenant: str = "",
+        ttl_s: float | None = None,
+    ) -> list[Reservation | DropReason]:
+        """As `reserve`, of each of these blocks and its parent, in their order. What it raises, before any is."""
+        self.check_process()
+        for digest, _ in blocks:
+            make_key(namespace, digest)
+        self._pool.slot_bytes(nbytes)
+        outcomes: list[Reservation | DropReason] = []
+        evicted: list[Eviction] = []
+        try:
+            with self._lock:
+                if not (self._closed or self._order.has_quotas):
+                    self._reserve_free(namespace, blocks, nbytes, owner, ttl_s, outcomes)
+                for digest, parent in blocks[len(outcomes) :]:
+                    reservation = Reservation(namespace, digest, parent, nbytes)
+                    outcomes.append(self._reserve_one(reservation, owner, tenant, ttl_s, evicted))
+        finally:
+            self._tell_evicted(evicted)
+        return outcomes
 
     def commit(
         self,
@@ -184,35 +153,30 @@ class HostTier(OwnProcess, Listened, Tier):
         came_from: the lower tier that filled them. checksums: XXH3-64 of each, of a tier that keeps them; it sums them
         up itself where they are not given. False where the reservation was void by then.
         """
-        keys: list[tuple[Key, Key | None]] = []
         outcomes: list[bool] = []
-        if self._keeps_checksums and checksums is None:
+        if not self._keeps_checksums:
+            checksums = None
+        elif checksums is None:
             checksums = [reservation.sum_up() for reservation in reservations]
         with self._lock:
             for place, reservation in enumerate(reservations):
-                filled = reservation._phase is Phase.FILLING
+                filled = reservation._phase is FILLING
                 outcomes.append(filled)
                 if filled:
-                    if self._keeps_checksums and checksums is not None:
+                    if checksums is not None:
                         self._checksums[reservation.lease.slot] = checksums[place]
                     self._commit_one(reservation)
-                    space, parent = reservation.namespace, reservation.parent
-                    above = None if parent is None else make_key(space, parent)
-                    keys.append((make_key(space, reservation.digest), above))
         try:
-            if keys:
-                for callback in self._on_commit:
-                    callback(keys, came_from)
+            if self._on_commit:
+                self._tell_committed(list(compress(reservations, outcomes)), came_from)
         finally:
-            for reservation in reservations:
-                reservation.lease.release()
-                self._end_parent_lease(reservation)
+            self._pool.release_all([reservation.lease for reservation in reservations])
         return outcomes
 
     def share(self, reservation: Reservation, owner: Owner) -> Lease | None:
         """One more lease on a slot that is being filled, for whoever waits for the block; None when it is void."""
         with self._lock:
-            if reservation._phase is not Phase.FILLING:
+            if reservation._phase is not FILLING:
                 return None
             return self._pool.lease(reservation.lease.slot, owner)
 
@@ -222,27 +186,16 @@ class HostTier(OwnProcess, Listened, Tier):
             self.withdraw(reservation)
         finally:
             reservation.lease.release()
-            self._end_parent_lease(reservation)
 
     def withdraw(self, reservation: Reservation) -> None:
         """Let another reserve the block: this one is void, and keeps its slot until `abort`. As harmless. Told as an
         eviction: whoever saw the block on its way relies on it."""
         with self._lock:
-            was_filling = reservation._phase is Phase.FILLING
+            was_filling = reservation._phase is FILLING
             if was_filling:
                 self._forget(reservation.namespace, reservation.digest)
         if was_filling:
             self._tell_evicted([Eviction(reservation.namespace, reservation.digest)])
-
-    def namespaces(self) -> list[bytes]:
-        """The namespace digests of every block that the index names."""
-        with self._lock:
-            return self._index.namespaces()
-
-    def digests(self, namespace: bytes) -> list[bytes]:
-        """Every block of a namespace that the index names."""
-        with self._lock:
-            return self._index.digests(namespace)
 
     def reset(self, namespace: bytes) -> int:
         """Forget every block of a namespace; returns how many. Reservations in it become void, leases keep their bytes.
@@ -255,10 +208,6 @@ class HostTier(OwnProcess, Listened, Tier):
         return forgotten
 
     # ---- Tier ----------------------------------------------------------------------------------------------------
-
-    def contains(self, keys: Sequence[Key]) -> list[bool]:
-        with self._lock:
-            return [bool(self._index.committed_run(space, [digest])) for space, digest in map(split_key, keys)]
 
     def read(self, requests: Sequence[ReadRequest]) -> list[ReadOutcome]:
         return [self._read_one(request) for request in requests]
@@ -278,24 +227,6 @@ class HostTier(OwnProcess, Listened, Tier):
             self._closed = True
         self._copier.close()
 
-    def check_integrity(self) -> None:
-        self._pool.check_integrity()
-        with self._lock:
-            self._index.check_integrity()
-            rows = list(self._index.items())
-            if {slot: (space, digest) for space, digest, slot, _ in rows} != {s: n[:2] for s, n in self._names.items()}:
-                raise IntegrityError("host tier: index and slot names disagree")
-            committed = {slot for *_, slot, state in rows if state is BlockState.COMMITTED}
-            filling = {slot for slot, filled in self._filling.items() if filled._phase is Phase.FILLING}
-            if self._filling.keys() != filling or filling != self._names.keys() - committed:
-                raise IntegrityError("host tier: reserved slots and open reservations disagree")
-            if self._checksums.keys() != (committed if self._keeps_checksums else set()):
-                raise IntegrityError("host tier: committed slots and checksums disagree")
-            self._order.check_integrity(self._names, committed)
-            unleased = [slot for *_, slot, state in rows if state is BlockState.RESERVED and self._pool.can_evict(slot)]
-        if unleased:
-            raise IntegrityError(f"host tier: {len(unleased)} reserved slots have no lease")
-
     # ---- under the lock ------------------------------------------------------------------------------------------
 
     def _lease(self, slots: Sequence[int], owner: Owner) -> list[Lease]:
@@ -303,8 +234,69 @@ class HostTier(OwnProcess, Listened, Tier):
         self._order.touch(leases)
         return leases
 
-    def _held(self, slot: int, lease: Lease) -> HeldBlock:
-        return HeldBlock(lease, *self._names[slot][2:], self._checksums.get(slot))
+    def _reserve_free(
+        self,
+        namespace: bytes,
+        blocks: Sequence[tuple[BlockDigest, BlockDigest | None]],
+        nbytes: int,
+        owner: Owner,
+        ttl_s: float | None,
+        outcomes: list[Reservation | DropReason],
+    ) -> None:
+        """Of the leading blocks, as far as there are slots without evicting: what becomes of each."""
+        slot_of, new = self._index.slot_of, dict[bytes, Reservation]()
+        for digest, parent in blocks:
+            if digest not in new and slot_of(namespace, digest) is None:
+                new[digest] = Reservation(namespace, digest, parent, nbytes)
+        leases = self._pool.allocate_all(nbytes, owner, [partial(self._lease_ended, each) for each in new.values()])
+        given = iter(leases)
+        parents: list[int] = []
+        children: list[Reservation] = []
+        for digest, parent in blocks:
+            above = None if parent is None else slot_of(namespace, parent)
+            made = new.pop(digest, None)
+            if made is None:
+                outcomes.append(DropReason.ALREADY_STORED)
+                continue
+            lease = next(given, None)
+            if lease is None:
+                break
+            made.lease = lease
+            self._name(made, ttl_s)
+            if above is not None:
+                parents.append(above)
+                children.append(made)
+            outcomes.append(made)
+        for made, lease in zip(children, self._pool.lease_all(parents, owner) if parents else (), strict=True):
+            made._parent_lease = lease
+
+    def _reserve_one(
+        self, reservation: Reservation, owner: Owner, tenant: str, ttl_s: float | None, evicted: list[Eviction]
+    ) -> Reservation | DropReason:
+        space, parent, nbytes = reservation.namespace, reservation.parent, reservation.nbytes
+        if self._closed:
+            return DropReason.CLOSED
+        if self._index.slot_of(space, reservation.digest) is not None:
+            return DropReason.ALREADY_STORED
+        above = self._index.slot_of(space, parent) if parent is not None else None
+        if above is not None:
+            reservation._parent_lease = self._pool.lease(above, owner)
+        lease = self._allocate(nbytes, tenant, owner, partial(self._lease_ended, reservation), evicted)
+        if isinstance(lease, DropReason):
+            self._end_parent_lease(reservation)
+            return lease
+        reservation.lease = lease
+        if self._order.has_quotas:
+            self._order.claim(lease.slot, lease.nbytes, tenant)
+        self._name(reservation, ttl_s)
+        return reservation
+
+    def _name(self, reservation: Reservation, ttl_s: float | None) -> None:
+        """It has its slot: from here on the index says so."""
+        space, digest, slot = reservation.namespace, reservation.digest, reservation.lease.slot
+        self._index.reserve(space, digest, slot)
+        self._names[slot] = (space, digest, reservation.nbytes, ttl_s)
+        self._filling[slot] = reservation
 
     def _allocate(
         self, nbytes: int, tenant: str, owner: Owner, on_end: Callable[[], None], evicted: list[Eviction]
@@ -327,13 +319,14 @@ class HostTier(OwnProcess, Listened, Tier):
         return lease
 
     def _commit_one(self, reservation: Reservation) -> None:
-        space, slot = reservation.namespace, reservation.lease.slot
-        run = self._index.committed_run(space, [reservation.parent]) if reservation.parent is not None else []
-        self._index.commit(space, reservation.digest)
+        space, digest, slot = reservation.namespace, reservation.digest, reservation.lease.slot
+        run = self._index.committed_run(space, [reservation.parent]) if reservation.parent is not None else ()
+        self._index.commit(space, digest)
         del self._filling[slot]
-        self._order.insert(slot, run[0] if run else NO_PARENT, int.from_bytes(reservation.digest[:8]))
-        self._ghosts.pop(space + reservation.digest, None)
-        reservation._phase = Phase.COMMITTED
+        self._order.insert(slot, run[0] if run else NO_PARENT, int.from_bytes(digest[:8]))
+        if self._ghosts:
+            self._ghosts.pop(space + digest, None)
+        reservation._phase = COMMITTED
 
     def _forget(self, namespace: bytes, digest: BlockDigest) -> None:
         found = self._index.find(namespace, digest)
@@ -343,7 +336,7 @@ class HostTier(OwnProcess, Listened, Tier):
         if state is BlockState.COMMITTED:
             self._order.remove(slot)
         else:
-            self._filling.pop(slot)._phase = Phase.VOID
+            self._filling.pop(slot)._phase = VOID
         del self._names[slot]
         if self._checksums:
             self._checksums.pop(slot, None)
@@ -365,6 +358,14 @@ class HostTier(OwnProcess, Listened, Tier):
                     gone.append(Eviction(space, BlockDigest(digest)))
         self._tell_evicted(gone)
         return states
+
+    def _lease_ended(self, reservation: Reservation) -> None:
+        """Whoever ended it: by commit, by abort, or as its owner went."""
+        try:
+            if reservation._phase is FILLING:  # it never comes back to that
+                self.withdraw(reservation)
+        finally:
+            self._end_parent_lease(reservation)
 
     @staticmethod
     def _end_parent_lease(reservation: Reservation) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvtier.keys import Key
-from kvtier.tiers.reservation import Eviction
+from kvtier.keys import Key, make_key
+from kvtier.tiers.reservation import Eviction, Reservation
 
 __all__ = ["Listened", "OnCommit", "OnEvict"]
 
@@ -42,3 +42,13 @@ class Listened:
         if evicted:
             for callback in self._on_evict:
                 callback(evicted)
+
+    def _tell_committed(self, reservations: Sequence[Reservation], came_from: str | None) -> None:
+        keys: list[tuple[Key, Key | None]] = []
+        for reservation in reservations:
+            space, parent = reservation.namespace, reservation.parent
+            above = None if parent is None else make_key(space, parent)
+            keys.append((make_key(space, reservation.digest), above))
+        if keys:
+            for callback in self._on_commit:
+                callback(keys, came_from)

@@ -40,6 +40,9 @@ class Phase(Enum):
     VOID = "void"
 
 
+FILLING = Phase.FILLING
+
+
 class Reservation:
     """A slot set aside for one block of `nbytes`, to be filled and then committed or aborted. Dies with its owner.
 
@@ -56,7 +59,7 @@ class Reservation:
         self.nbytes = nbytes
         self.lease: Lease
         self._parent_lease: Lease | None = None
-        self._phase = Phase.FILLING
+        self._phase = FILLING
 
     def sum_up(self) -> int:
         """XXH3-64 of what is in the slot now; 0 where that is this block's no more, which will not be committed."""

@@ -20,7 +20,7 @@ from kvtier.keys import Extras, digest_tokens
 from kvtier.metrics import RedisStats
 from kvtier.testing.redis_servers import RedisConnection
 from kvtier.testing.redis_servers.waiting import wait_until
-from kvtier_connectors.bench import faults, redis_fault_figures, seeded, step_time
+from kvtier_connectors.bench import faults, remote_fault_figures, seeded, step_time
 from kvtier_connectors.bench.faults import CASES, FaultSizes, quiet, seconds_until_back
 from kvtier_connectors.bench.good import GOOD
 from kvtier_connectors.bench.ground import Ground, RedisKind, alone, behind_proxy, clustered
@@ -321,8 +321,8 @@ def test_a_reset_reaches_redis_or_says_that_it_did_not(stack: ExitStack) -> None
 @pytest.fixture
 def _small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "FaultSizes", lambda: FaultSizes(num_chains=4, steps=250))
-    monkeypatch.setattr(redis_fault_figures, "NEEDED_BYTES", 1 << 20)
-    monkeypatch.setattr(redis_fault_figures, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(remote_fault_figures, "NEEDED_BYTES", 1 << 20)
+    monkeypatch.setattr(remote_fault_figures, "TIMEOUT_S", 0.3)
     monkeypatch.setattr(step_time, "POPULATION", 32)
     monkeypatch.setattr(seeded, "NEEDED_BYTES", 1 << 20)
     monkeypatch.setenv("COLUMNS", "300")
@@ -371,7 +371,7 @@ def test_faults_of_all_tiers_are_those_of_either_and_the_random_ones(
 ) -> None:
     some = ("read errors", "killed", "emptied")
     monkeypatch.setitem(CASES, "all", [case for case in CASES["all"] if case.name in some])
-    monkeypatch.setattr(redis_fault_figures, "FIGURES", ())
+    monkeypatch.setattr(remote_fault_figures, "REDIS_FIGURES", ())
     args = ["--tier", "all", "--seeded", "20", "--dir", str(tmp_path), "--json"]
     code, lines, err = run(args, capsys)
     assert code == 0, err
@@ -391,7 +391,7 @@ def test_faults_of_all_tiers_are_those_of_either_and_the_random_ones(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--tier", "host"], "tier 'host' is not one of disk, redis, all"),
+        (["--tier", "host"], "tier 'host' is not one of disk, redis, server, all"),
         (["--tier", "redis", "--seeded", "5"], "--seeded and --seed are for --tier all"),
     ],
 )

@@ -72,6 +72,7 @@ VALUES: dict[str, tuple[str, object, str]] = {
     "server.min_uses": ("2", 2, "0"),
     "server.max_write_rate": ("200MiB", 200 << 20, "fast"),
     "daemon.socket": ("/run/kv.sock", "/run/kv.sock", ""),
+    "daemon.socket_group": ("1000", "1000", "two words"),
     "daemon.listen": ("0.0.0.0:9408", "0.0.0.0:9408", "9408"),
     "daemon.http": ("[::1]:9407", "[::1]:9407", "9407"),
     "daemon.admin_socket": ("off", "off", ""),
@@ -476,6 +477,10 @@ def test_a_password_is_in_no_message(value: object) -> None:
         ({"listen": "0.0.0.0:9408"}, ["daemon.listen = '0.0.0.0:9408'", "daemon.credentials", "tls_client_ca_file"]),
         ({"listen": "127.0.0.1:9408", "credentials": "default=uid:0"}, ["daemon.listen", "token"]),
         ({"socket": "off"}, ["daemon.socket", "daemon.listen", "set one"]),
+        (
+            {"socket": "off", "socket_group": "kv", "listen": "[::1]:1", "credentials": "default=token:/t"},
+            ["daemon.socket_group = 'kv'", "needs daemon.socket"],
+        ),
         ({"admin_socket": "/run/kvtier/kvtier.sock"}, ["daemon.admin_socket", "another path"]),
         ({"tls_cert_file": "/c"}, ["daemon.tls_cert_file", "daemon.tls_key_file", "together"]),
         ({"tls_client_ca_file": "/c"}, ["daemon.tls_client_ca_file", "daemon.tls_cert_file"]),

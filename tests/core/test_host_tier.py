@@ -13,7 +13,7 @@ from types import TracebackType
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtier.errors import ClosedError, ConfigError, ForkedError, IntegrityError, LayoutError, LeaseError
@@ -1132,3 +1132,96 @@ def test_a_reset_goes_on_past_one_hold_of_the_lock(four: Harness, monkeypatch: p
     assert four.tier.reset(SPACE) == 4
     assert four.held(0, 1, 2, 3) == [False] * 4
     four.tier.check_integrity()
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One call of `reserve_all`, and what is committed of it."""
+
+    blocks: list[tuple[int, int | None]]
+    pages: int
+    tenant: str
+    committed: list[bool]
+
+
+wanted = st.builds(
+    Wanted,
+    st.lists(st.tuples(st.integers(0, 11), st.none() | st.integers(0, 11)), max_size=8),
+    st.integers(1, 2),
+    st.sampled_from(["a", "b"]),
+    st.lists(st.booleans(), min_size=8, max_size=8),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(wanted, max_size=6), st.booleans(), st.booleans())
+def test_a_batch_is_what_its_blocks_are_one_by_one(calls: list[Wanted], quotas: bool, checksums: bool) -> None:
+    limits = {"a": 3 * PAGE_BYTES} if quotas else None
+    sides = []
+    for _ in range(2):
+        pool = HostPool(PoolMemory(8 * PAGE_BYTES, touch=False), 4 * PAGE_BYTES)
+        tier = HostTier(pool, quotas=limits, keeps_checksums=checksums)
+        sides.append((pool, tier, pool.owner("test"), _heard(tier)))
+    (pool, tier, owner, told), (other_pool, other, other_owner, other_told) = sides
+    for call in calls:
+        blocks = [(name(i), None if parent is None else name(parent)) for i, parent in call.blocks]
+        nbytes = call.pages * PAGE_BYTES - 1
+        at_once = tier.reserve_all(SPACE, blocks, nbytes, owner, tenant=call.tenant)
+        one_by_one = [other.reserve(SPACE, *block, nbytes, other_owner, tenant=call.tenant) for block in blocks]
+        assert [_told(each) for each in at_once] == [_told(each) for each in one_by_one]
+        tier.check_integrity()
+        made = [each for each in at_once if isinstance(each, Reservation)]
+        singly = [each for each in one_by_one if isinstance(each, Reservation)]
+        chosen = [filled for filled, is_chosen in zip(made, call.committed, strict=False) if is_chosen]
+        assert tier.commit(chosen) == [True] * len(chosen)
+        assert all(other.commit([twin]) == [True] for twin, is_chosen in zip(singly, call.committed) if is_chosen)  # noqa: B905
+        for filled, twin in zip(made, singly, strict=True):  # harmless for those that are committed
+            tier.abort(filled)
+            other.abort(twin)
+        assert told == other_told
+        assert pool.usage() == other_pool.usage()
+        assert tier.digests(SPACE) == other.digests(SPACE)
+        assert tier.tenant_bytes == other.tenant_bytes
+        tier.check_integrity()
+    leases = [tier.lease_run(SPACE, [BlockDigest(digest)], owner)[0] for digest in tier.digests(SPACE)]
+    pool.release_all([*leases, *leases])
+    assert pool.usage() == other_pool.usage()
+    assert not any(lease.live for lease in leases)
+    tier.check_integrity()
+    pool.close()
+    other_pool.close()
+
+
+def _heard(tier: HostTier) -> list[object]:
+    """What its listeners are told, from now on."""
+    told: list[object] = []
+    tier.subscribe(
+        on_evict=lambda gone: told.extend(item.digest for item in gone),
+        on_commit=lambda keys, source: told.extend((key, source) for key in keys),
+    )
+    return told
+
+
+def _told(outcome: Reservation | DropReason) -> object:
+    if isinstance(outcome, Reservation):
+        return outcome.digest, outcome.parent, outcome.lease.slot, outcome.lease.nbytes
+    return outcome
+
+
+def test_a_batch_dies_with_its_owner() -> None:
+    harness = Harness(4, 4)
+    made = harness.tier.reserve_all(SPACE, [(name(0), None), (name(1), name(0))], PAGE_BYTES, harness.owner)
+    assert all(isinstance(each, Reservation) for each in made)
+    harness.owner.close()
+    assert harness.pool.usage().num_slots_used == 0
+    assert harness.tier.states(SPACE, [name(0), name(1)]) == [None, None]
+    with pytest.raises(ClosedError):
+        harness.tier.reserve_all(SPACE, [(name(2), None)] * 2, PAGE_BYTES, harness.owner)
+    with pytest.raises(LayoutError):
+        harness.tier.reserve_all(SPACE, [(name(2), None)], 64 * PAGE_BYTES, harness.owner)
+    with pytest.raises(ConfigError):
+        harness.tier.reserve_all(SPACE, [(name(2), None), (BlockDigest(b"short"), None)], PAGE_BYTES, harness.owner)
+    harness.tier.close()
+    assert harness.tier.reserve_all(SPACE, [(name(2), None)] * 2, PAGE_BYTES, harness.owner) == [DropReason.CLOSED] * 2
+    harness.tier.check_integrity()
+    harness.pool.close()

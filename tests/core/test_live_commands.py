@@ -155,6 +155,7 @@ def test_stat_shows_what_is_counted(stored: Daemon, capsys: pytest.CaptureFixtur
     assert (host["blocks"], disk["blocks"], disk["due"], disk["pending"]) == (12, 12, 12, 0)
     code, out, _ = run(["stat", "--tenant", "default"], capsys)
     assert code == 0
+    assert out.index("due so far") < out.index("of them pending")
     for words in ("serving; up for", "tenant default", "stored 12; ", "quarantine", "closed", "12 blocks, 192.0 KiB"):
         assert words in out, words
 
@@ -336,6 +337,12 @@ def test_drop_spares_no_tier(daemon: Daemon, capsys: pytest.CaptureFixture[str])
     code, _, err = run(["flush", "--drop", "--yes", "--tier", "disk"], capsys)
     assert code == 2
     assert "leave --tier disk out" in err
+
+
+def test_a_tier_that_is_none_is_no_empty_list(stored: Daemon, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(["ls", "--tier", "diks"], capsys)
+    assert (code, out) == (2, "")
+    assert "--tier 'diks' is none: there are host, disk, redis" in err
 
 
 # ---- verify ----------------------------------------------------------------------------------------------------------

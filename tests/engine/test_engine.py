@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -60,8 +61,8 @@ def test_a_namespace_of_another_layout_is_refused(layout: KVLayout) -> None:
         Engine(FakeRunner(4, 4), namespace, EngineConfig(), tiny_settings(8))
 
 
-def test_a_host_pool_smaller_than_the_gpu_pool_is_warned_of_once(
-    open_rig: OpenRig, caplog: pytest.LogCaptureFixture
+def test_a_host_pool_smaller_than_the_gpu_pool_with_nothing_below_is_warned_of_once(
+    open_rig: OpenRig, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     rig = open_rig(num_blocks=8, host_blocks=7)
     rig.generate(prompt(20))
@@ -70,6 +71,7 @@ def test_a_host_pool_smaller_than_the_gpu_pool_is_warned_of_once(
     assert said.endswith("raise host.size to several times the GPU pool")
     caplog.clear()
     open_rig(num_blocks=8, host_blocks=8)
+    open_rig(num_blocks=8, host_blocks=7, disk__path=[str(tmp_path)], disk__size="64MiB", disk__min_free=1)
     assert not [m for m in caplog.messages if "host.size" in m]
 
 

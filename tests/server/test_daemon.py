@@ -478,6 +478,8 @@ def test_check_shows_settings_and_sizing_and_starts_nothing(directory: Path) -> 
     assert "ready to start" in text.stdout
     assert "tenants.b.memory_bytes: 25165824 (0.02 GiB)" in text.stdout
     assert "hunter2" not in done.stdout + text.stdout
+    assert "daemon.credits = 64  (default)" in text.stdout
+    assert "restore.enabled" not in text.stdout
 
 
 @pytest.mark.parametrize(
@@ -488,6 +490,10 @@ def test_check_shows_settings_and_sizing_and_starts_nothing(directory: Path) -> 
         ({"daemon.credentials": "default=token:/nowhere/token"}, ["/nowhere/token", "cannot be read"]),
         ({"daemon.tls_cert_file": "/nowhere/c", "daemon.tls_key_file": "/nowhere/k"}, ["daemon.tls_cert_file"]),
         ({"daemon.sockt": "x"}, ["daemon.sockt", "did you mean daemon.socket?"]),
+        ({"disk.path": "/proc/version"}, ["disk.path", "'/proc/version' is no directory"]),
+        ({"daemon.socket": "/proc/version"}, ["daemon.socket", "no socket"]),
+        ({"daemon.socket": "/nowhere/at/all.sock"}, ["daemon.socket", "there is no directory '/nowhere'"]),
+        ({"daemon.socket_group": "no-such-group"}, ["daemon.socket_group = 'no-such-group'", "groupadd no-such-group"]),
     ],
 )
 def test_check_says_what_is_wrong_and_exits_1(
@@ -499,6 +505,51 @@ def test_check_says_what_is_wrong_and_exits_1(
     assert ended.value.code == 1
     (fault,) = json.loads(capsys.readouterr().out)["faults"]
     assert all(word in fault for word in words), fault
+
+
+def test_check_names_extras_that_are_missing(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kvtier.server.checking.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        main(
+            ["--check", "--json", "--set=host.size=64MiB", f"--socket={directory / 's'}", "--set=redis.url=redis://a:1"]
+        )
+    faults = json.loads(capsys.readouterr().out)["faults"]
+    assert [fault.partition("pip install ")[2] for fault in faults] == ["'kvtier[server]'", "'kvtier[redis]'"]
+
+
+def test_check_warns_of_places_that_are_taken_or_closed(
+    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory.chmod(0o700)
+    monkeypatch.setattr("kvtier.server.checking.os.access", lambda place, mode: False)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        http = f"127.0.0.1:{taken.getsockname()[1]}"
+        given = {
+            "host.size": "64MiB",
+            "disk.path": directory / "disk",
+            "daemon.socket": directory / "s",
+            "daemon.socket_group": os.getgid(),
+        }
+        with pytest.raises(SystemExit) as ended:
+            main(["--check", "--json", f"--http={http}", *(f"--set={name}={value}" for name, value in given.items())])
+    assert ended.value.code == 0
+    said = " ".join(json.loads(capsys.readouterr().out)["warnings"])
+    assert f"daemon.http = '{http}' is in use" in said
+    assert said.count(f"nothing can be written in '{directory}', for this user") == 2
+    assert "StateDirectory=" in said
+    assert f"chmod g+x {directory}" in said
+    assert "names no other user than this one" in said
+
+
+def test_json_without_check_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--json"])
+    assert ended.value.code == 2
+    assert "--json is for --check" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argument", ["--set=daemon.socket", "--set=daemon.sockt=x", "--set=daemon.credits=0"])

@@ -51,7 +51,7 @@ def test_the_unit_waits_longer_than_the_daemon_takes() -> None:
     assert float(unit["WatchdogSec"]) >= 10
     assert unit["RestartPreventExitStatus"] == "2"
     assert f"/run/{unit['RuntimeDirectory']}/" in DaemonSettings().socket
-    assert unit["RuntimeDirectoryMode"] == "0700"
+    assert unit["RuntimeDirectoryMode"] == "0710"
     assert int(unit["LimitNOFILE"]) >= 3 * DaemonSettings().max_clients
 
 

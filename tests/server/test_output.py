@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import errno
 import os
 import random
 import socket
@@ -93,6 +94,25 @@ def test_a_slot_is_kept_until_its_last_byte_is_out(pair: Pair, loop: asyncio.Abs
     assert not sent
     loop.run_until_complete(pair.read(1 << 20))
     assert sent == [1]
+
+
+def test_without_a_free_descriptor_it_is_tried_again(
+    pair: Pair, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dup(self: socket.socket) -> socket.socket:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(socket.socket, "dup", dup)
+    data = random.Random(2).randbytes(8 << 20)
+    pair.output.put(data)
+    pair.output.flush()
+    pair.output.flush()
+    assert loop.run_until_complete(pair.read(4 << 20)) == data[: 4 << 20]
+    monkeypatch.undo()
+    assert loop.run_until_complete(pair.read(4 << 20)) == data[4 << 20 :]
+    loop.run_until_complete(asyncio.sleep(0.05))
+    assert pair.drained == 1
+    assert not pair.broken
 
 
 @pytest.mark.parametrize("before", [0, 4 << 20])

@@ -10,16 +10,19 @@ import signal
 import socket
 import ssl
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvtier.errors import KVTierError
+from kvtier.errors import ConfigError, KVTierError
 from kvtier.protocol import messages as m
 from kvtier.protocol.wire import MAGIC, pack
 from kvtier.server.cli import main
+from kvtier.server.listening import UnixSocket
 from kvtier.testing.redis_servers import TlsFiles, make_tls_files
 from tests.server.daemon_rig import (
     BLOCK_BYTES,
@@ -122,6 +125,67 @@ def test_another_user_is_denied_on_the_unix_socket(directory: Path) -> None:
         client.send(m.Hello(1, list(m.VERSIONS), "test", TOKEN, True))  # noqa: FBT003
         assert client.failure().code == m.FailureCode.DENIED
         assert not client.fds
+
+
+def test_a_group_may_open_the_engines_socket_and_no_other(directory: Path) -> None:
+    place = directory / "run"
+    settings = {"daemon.socket": place / "kv.sock", "daemon.socket_group": os.getgid()}
+    server = ServerProcess(directory, settings)
+    server.socket = place / "kv.sock"
+    with server:
+        modes = {path.name: path.stat().st_mode & 0o777 for path in place.iterdir()}
+        assert modes.pop("kv.sock") == 0o660
+        assert set(modes.values()) == {0o600}, modes
+        assert (place.stat().st_mode & 0o777, place.stat().st_gid) == (0o710, os.getgid())
+        assert (place / "kv.sock").stat().st_gid == os.getgid()
+        with server.connect() as client:
+            client.hello()
+
+
+def test_a_group_that_cannot_be_had_or_is_shut_out_is_told(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = str(directory / "kv.sock")
+    with pytest.raises(ConfigError, match="'no-such-group' is no group of this machine; `groupadd no-such-group`"):
+        UnixSocket(path, "daemon.socket", "no-such-group")
+    if os.geteuid():
+        with pytest.raises(ConfigError, match="SupplementaryGroups="):
+            UnixSocket(path, "daemon.socket", "0")
+    assert not (directory / "kv.sock").exists()
+    directory.chmod(0o700)
+    opened = UnixSocket(path, "daemon.socket", str(os.getgid()))
+    opened.close()
+    assert f"chmod g+x {directory}" in caplog.text
+
+
+NOBODY = 65_534
+ASKS = """
+import os, socket, sys
+os.setgroups([int(sys.argv[2])] if sys.argv[2] else []); os.setgid(NOBODY); os.setuid(NOBODY)
+with socket.socket(socket.AF_UNIX) as sock:
+    try:
+        sock.connect(sys.argv[1])
+    except PermissionError:
+        sys.exit(13)
+    sock.sendall(bytes.fromhex(sys.argv[3]))
+    sys.exit(0 if b"denied" not in sock.recv(4096) else 1)
+""".replace("NOBODY", str(NOBODY))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize(
+    ("group", "credentials", "code"),
+    [(12345, NOBODY, 0), (12345, 0, 1), ("", NOBODY, 13)],
+    ids=["in both", "in no credential", "not in the group"],
+)
+def test_an_engine_of_another_user_needs_the_group_and_a_credential(
+    directory: Path, group: int | str, credentials: int, code: int
+) -> None:
+    directory.chmod(0o711)
+    settings = {"daemon.socket_group": 12345, "daemon.credentials": f"default=uid:{credentials}"}
+    hello = pack(m.Hello(1, list(m.VERSIONS), "test", "", True)).hex()  # noqa: FBT003
+    with ServerProcess(directory, settings) as server:
+        command = [sys.executable, "-c", ASKS, str(server.socket), str(group), hello]
+        done = subprocess.run(command, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == code
 
 
 @pytest.mark.bug("US05")

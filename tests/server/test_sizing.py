@@ -53,6 +53,7 @@ def test_what_is_not_there_is_not_known(tmp_path: Path) -> None:
         ({"host.pin": "prefer", "host.size": 8 * GIB}, "LimitMEMLOCK="),
         ({"daemon.listen": "10.0.0.1:9408", "daemon.credentials": "default=token:/t,default=uid:0"}, "has no TLS"),
         ({"daemon.credentials": "default=token:/t"}, "is open to nobody"),
+        ({"daemon.http": "10.0.0.1:9407"}, "daemon.http = '10.0.0.1:9407' is read by whoever reaches it"),
         ({"disk.size": 1 << 60, "disk.path": "/"}, "lower disk.size"),
     ],
 )

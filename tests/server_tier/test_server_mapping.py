@@ -52,6 +52,18 @@ def test_other_memory_is_another_mapping(fd: int) -> None:
     os.close(other)
 
 
+def test_memory_of_a_server_that_was_started_anew_is_not_taken_for_that_of_before(fd: int) -> None:
+    mappings = Mappings()
+    before = mappings.take(fd, NBYTES)
+    anew = sealed_memfd(NBYTES)  # while a connection to the one before is about
+    after = mappings.take(anew, NBYTES)
+    after.slot(0, 1)[:] = 7
+    assert (os.pread(anew, 1, 0), os.pread(fd, 1, 0)) == (b"\7", b"\0")
+    mappings.release(before)
+    mappings.release(after)
+    os.close(anew)
+
+
 def test_a_server_does_not_change_its_mind_about_a_length(fd: int) -> None:
     mappings = Mappings()
     first = mappings.take(fd, NBYTES)

@@ -13,10 +13,7 @@ from tests.tools.collecting import ROOT, collect
 
 TABLE = ROOT / "docs" / "field-bugs.md"
 PARTS = {
-    "disk": "the disk tier",
     "ranks": "several ranks of one engine",
-    "scheduler": "the restore decision and per-request control",
-    "server": "kvtier-server",
 }
 
 

@@ -36,6 +36,7 @@ from tests.tools.faults import (
     protocol,
     remote,
     restores,
+    server,
     sizes,
     staging,
     turns,
@@ -57,6 +58,7 @@ MUTANTS: list[Mutant] = [
     *eviction.MUTANTS,
     *protocol.MUTANTS,
     *admin.MUTANTS,
+    *server.MUTANTS,
 ]
 
 GUARDS = (

@@ -11,6 +11,7 @@ from vllm.config import KVTransferConfig
 
 from kvtier.testing.redis_servers import RedisServer
 from tests.redis_servers.needed import needs_redis_server
+from tests.server.daemon_rig import ServerProcess, short_directory
 
 PROMPT = [100 + 7 * index % 30_000 for index in range(1000)]
 OTHERS = [[100 + (11 * index + 977 * number) % 30_000 for index in range(1000)] for number in range(3)]
@@ -75,5 +76,26 @@ def test_restored_from_redis_on_another_machine_is_a_prefix_hit_bit_for_bit(make
         stats = connector.scheduler_side.store.stats()
         assert stats.hits == {"redis": NUM_FULL // 32}
         assert stats.redis.errors == {}
+        assert not connector._errors
+        make_llm.close()
+
+
+def test_restored_from_a_kvtier_server_by_another_engine_is_a_prefix_hit_bit_for_bit(make_llm: Any) -> None:
+    with short_directory() as directory, ServerProcess(directory, {"host.size": "256MiB"}) as server:
+        sizes = {"num_gpu_blocks_override": 48, "max_model_len": 1408}
+        settings = {"server.url": f"kvtier+unix://{server.socket}", "server.timeout_s": 5.0}
+        llm = make_llm(kv_transfer_config=with_kvtier(**settings), **sizes)
+        assert ask(llm, PROMPT)[0] == 0
+        hit = ask(llm, PROMPT)
+        assert hit[0] == NUM_FULL
+        for other in OTHERS:
+            ask(llm, other)
+        llm = make_llm(kv_transfer_config=with_kvtier(**settings), **sizes)
+        assert ask(llm, PROMPT) == hit
+        connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
+        stats = connector.scheduler_side.store.stats()
+        assert stats.hits == {"server": NUM_FULL // 32}
+        assert stats.server.mapped_bytes == 256 << 20
+        assert (stats.server.errors, stats.server.refusals, stats.server.damaged_blocks) == ({}, {}, 0)
         assert not connector._errors
         make_llm.close()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 TIERS = ("host", "disk", "redis")
+HARMED = ("disk", "redis", "server", "all")
 
 command = typer.Typer(
     no_args_is_help=True,
@@ -223,7 +224,7 @@ def codecs(runs: Runs = 11, as_json: AsJson = False) -> None:
 @command.command("faults")
 def faults(
     tier: Annotated[
-        str, typer.Option(help="The tier to harm: disk, redis, or all: both, one below the other.")
+        str, typer.Option(help="The tier to harm: disk, redis, server, or all: disk and Redis, one below the other.")
     ] = "disk",
     seeded: Annotated[
         int | None,
@@ -245,7 +246,8 @@ def faults(
     Conversations of 8 blocks of 32 KiB go through store and connector beside a toy engine; half are in the lower tiers
     when the fault comes, half come with it. Afterwards host memory is emptied and all are asked for again, so that only
     what is below it counts. Time limits are shorter than the defaults: the tiers' `timeout_s` and `restore.max_wait_s`
-    are 0.5 s. Redis servers are started on free ports of 127.0.0.1: alone, behind a proxy, with Sentinel, as a cluster.
+    are 0.5 s. Redis servers are started on free ports of 127.0.0.1: alone, behind a proxy, with Sentinel, as a cluster;
+    kvtier-servers on sockets of their own.
 
     lost: blocks that were asked for again and had to be recomputed, of how many. recomputed: requests with such a
     block. noticed: seconds until a counter told of it; a dash where there was nothing to tell. back: seconds from the
@@ -269,13 +271,19 @@ def faults(
     faults.redis.back: from the end of the fault until a new conversation went there and came back, in units of the
     time for which the server was left alone at a time, at most 5 s; limit: 2, a bar.
 
+    faults.server.step_time.stopped, killed, restarting; waited, unhindered, back: the same of a kvtier-server, also one
+    that is killed and started every second or two.
+
+    faults.server.warm: of the blocks that were on a kvtier-server's disk when it was killed, the share that was had
+    from it after its restart; limit: all.
+
     faults.seeded: faults a minute of the random ones: of host, disk and Redis at once, under load of blocks of 360 KiB
     and 2 MiB. Ends with an error at the first wrong byte, leak or count that does not add up. No limit.
     """
     from kvtier_connectors.bench.disk_figures import fault_report
 
-    if tier not in ("disk", "redis", "all"):
-        raise ConfigError(f"tier {tier!r} is not one of disk, redis, all")
+    if tier not in HARMED:
+        raise ConfigError(f"tier {tier!r} is not one of {', '.join(HARMED)}")
     if tier != "all" and (seeded, seed) != (None, None):
         raise ConfigError("--seeded and --seed are for --tier all")
     if tier == "disk":
@@ -284,10 +292,10 @@ def faults(
         _print(figures, as_json=as_json)
         return
     from kvtier_connectors.bench.faults import FaultSizes
-    from kvtier_connectors.bench.redis_fault_figures import redis_fault_report
+    from kvtier_connectors.bench.remote_fault_figures import remote_fault_report
 
     if seed is None:
-        rows, figures = redis_fault_report(directory, tier, FaultSizes())
+        rows, figures = remote_fault_report(directory, tier, FaultSizes())
         _print_faults(rows, as_json=as_json)
         _print(figures, as_json=as_json)
     if tier == "all" and seeded != 0:

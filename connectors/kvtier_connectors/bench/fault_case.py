@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvtier_connectors.bench.ground import Ground, RedisKind
+from kvtier_connectors.bench.ground import Ground, RedisKind, ServerKind
 
 __all__ = ["NO_FAULT", "Change", "FaultCase"]
 
@@ -22,7 +22,8 @@ class FaultCase:
 
     tier: whose it is. lasts_s: how long it goes on beyond the traffic that meets it. is_met_again: the conversations
     from before it are asked for again and again meanwhile. on_small_disk: on a file system of its own with less room
-    than the tier may take, where one can be mounted. redis: what Redis it is done to; None: of no matter.
+    than the tier may take, where one can be mounted. redis, server: what Redis, and what kvtier-server it is done to;
+    None: of no matter.
     """
 
     name: str
@@ -36,6 +37,7 @@ class FaultCase:
     is_met_again: bool = False
     on_small_disk: bool = False
     redis: RedisKind | None = None
+    server: ServerKind | None = None
 
 
 NO_FAULT = FaultCase("none", "nothing: what the others are compared with")

@@ -19,13 +19,14 @@ from kvtier.breaker import BreakerState
 from kvtier.errors import KVTierError
 from kvtier.keys import BlockDigest
 from kvtier.lower import LowerTier
-from kvtier.metrics import DiskStats, RedisStats
+from kvtier.metrics import DiskStats, RedisStats, ServerStats
 from kvtier_connectors.bench.disk_faults import DISK_FAULTS, small_file_system
 from kvtier_connectors.bench.dying import command_of
 from kvtier_connectors.bench.fault_case import NO_FAULT, FaultCase
-from kvtier_connectors.bench.ground import Ground, RedisGround, alone
+from kvtier_connectors.bench.ground import Ground, RedisGround, ServerGround, alone, in_memory
 from kvtier_connectors.bench.redis_faults import REDIS_FAULTS
 from kvtier_connectors.bench.rig import FaultRig, disk_at
+from kvtier_connectors.bench.server_faults import SERVER_FAULTS
 from kvtier_connectors.bench.traffic import CHAIN_BLOCKS
 
 __all__ = ["CASES", "FaultRow", "FaultSizes", "fault_rows", "quiet", "seconds_until_back"]
@@ -99,8 +100,13 @@ def quiet() -> Iterator[None]:
         logger.removeHandler(handler)
 
 
-CASES = {"disk": DISK_FAULTS, "redis": REDIS_FAULTS, "all": (*DISK_FAULTS, *REDIS_FAULTS)}
-"""By what a rig has: the disk tier, Redis, or both."""
+CASES = {
+    "disk": DISK_FAULTS,
+    "redis": REDIS_FAULTS,
+    "server": SERVER_FAULTS,
+    "all": (*DISK_FAULTS, *REDIS_FAULTS),
+}
+"""By what a rig has: the disk tier, Redis, a kvtier-server, or the first two."""
 
 
 def fault_rows(tier: str, directory: Path, sizes: FaultSizes) -> Iterator[FaultRow]:
@@ -119,12 +125,15 @@ def fault_rows(tier: str, directory: Path, sizes: FaultSizes) -> Iterator[FaultR
 def _ground(tier: str, case: FaultCase, path: Path) -> Iterator[Ground]:
     with ExitStack() as stack:
         redis: RedisGround | None = None
-        if tier != "disk":
+        server: ServerGround | None = None
+        if tier == "server":
+            server = stack.enter_context((case.server or in_memory)())
+        elif tier != "disk":
             redis = stack.enter_context((case.redis or alone)())
         if case.on_small_disk:
             stack.enter_context(small_file_system(path))
             path = path / "tier"
-        ground = Ground(None if tier == "redis" else path, redis)
+        ground = Ground(None if tier in ("redis", "server") else path, redis, server)
         stack.callback(ground.heal)
         yield ground
 
@@ -220,6 +229,8 @@ class _Watch:
             own = stats.damaged_blocks, stats.evicted_blocks, stats.reclaimed_files, len(stats.read_only), buffered
         elif isinstance(stats, RedisStats):
             own = stats.damaged_blocks, stats.disconnects, stats.redirects, sum(stats.refusals.values())
+        elif isinstance(stats, ServerStats):
+            own = stats.damaged_blocks, stats.disconnects, sum(stats.refusals.values())
         return (
             sum(count for name, count in told if name in ("error", "damaged", "full")),
             stats.breaker_opened,

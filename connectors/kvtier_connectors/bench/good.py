@@ -36,10 +36,15 @@ GOOD = {
     "codec.shuffle_lz4.up": "",
     "faults.step_time": "1 or less",
     "faults.seeded": "",
+    "faults.server.warm": "1",
 }
 GOOD |= {
-    f"faults.redis.{figure}.{case}": good
-    for case in ("stopped", "killed", "failing_over")
+    f"faults.{tier}.{figure}.{case}": good
+    for tier, cases in (
+        ("redis", ("stopped", "killed", "failing_over")),
+        ("server", ("stopped", "killed", "restarting")),
+    )
+    for case in cases
     for figure, good in {
         "step_time": "1 or less",
         "waited": "1 or less",

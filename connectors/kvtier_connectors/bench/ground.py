@@ -1,63 +1,49 @@
-"""What the lower tiers of a rig stand on, and what can be harmed of it: files, and Redis servers of whatever kind."""
+"""What the lower tiers of a rig stand on, and what can be harmed of it: files, Redis servers of whatever kind, a
+kvtier-server."""
 
 from __future__ import annotations
 
-import contextlib
 import random
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
-from kvtier.config import DiskSettings, RedisSettings
-from kvtier.errors import KVTierError
+from kvtier.config import DiskSettings, RedisSettings, ServerSettings
 from kvtier.testing.redis_servers import RedisCluster, RedisConnection, RedisSentinel, RedisServer
+from kvtier_connectors.bench.habits import Habits
 from kvtier_connectors.bench.proxy import SickProxy
 from kvtier_connectors.bench.rig import HOST_BYTES, FaultRig, disk_at
+from kvtier_connectors.bench.server_rig import Server
 from kvtier_connectors.bench.sick_files import SickFiles
 
-__all__ = ["Ground", "RedisGround", "RedisKind", "alone", "behind_proxy", "clustered", "named_user", "watched"]
+__all__ = [
+    "Ground",
+    "RedisGround",
+    "RedisKind",
+    "ServerGround",
+    "ServerKind",
+    "alone",
+    "behind_proxy",
+    "clustered",
+    "in_memory",
+    "named_user",
+    "over_tcp",
+    "over_disk",
+    "watched",
+]
 
 TIMEOUT_S = 0.5
 USER, PASSWORD = "bench", "as-it-was"
-REST_TIMEOUT_S = 60.0
 # A script that runs for longer makes its server answer BUSY; the default is 5 s of silence.
 OPTIONS = ("lua-time-limit 50",)
 
 
-class Habit:
-    """Something that a thread of its own does again and again, from the first time until `rest`."""
-
-    def __init__(self, work: Callable[[], object], pause_s: float, times: int | None) -> None:
-        self._work = work
-        self._pause_s = pause_s
-        self._times = times
-        self._resting = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvtier-bench-habit", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._resting.is_set() and self._times != 0:
-            # It acts on servers that are being harmed: one that does not answer is no failure of the benchmark.
-            with contextlib.suppress(KVTierError, OSError):
-                self._work()
-            self._times = None if self._times is None else self._times - 1
-            self._resting.wait(self._pause_s)
-
-    def rest(self) -> None:
-        """Returns when it does nothing any more. KVTierError when that takes a minute."""
-        self._resting.set()
-        self._thread.join(REST_TIMEOUT_S)
-        if self._thread.is_alive():
-            raise KVTierError("what harms the servers does not end")
-
-
 @dataclass(slots=True)
-class RedisGround:
+class RedisGround(Habits):
     """Redis as a tier finds it. servers: those with data. sentinel, cluster, proxy: where they are of that kind."""
 
     settings: RedisSettings
@@ -65,20 +51,11 @@ class RedisGround:
     sentinel: RedisSentinel | None = None
     cluster: RedisCluster | None = None
     proxy: SickProxy | None = None
-    habits: list[Habit] = field(default_factory=list)
 
     @property
     def server(self) -> RedisServer:
         """The only one, or the first."""
         return self.servers[0]
-
-    def keep_doing(self, work: Callable[[], object], *, pause_s: float = 0.0, times: int | None = None) -> None:
-        """On a thread, until `rest`, or so many times. What it raises of servers that do not answer is ignored."""
-        self.habits.append(Habit(work, pause_s, times))
-
-    def rest(self) -> None:
-        while self.habits:
-            self.habits.pop().rest()
 
     def change_values(self, change: Callable[[RedisConnection, bytes, int], object]) -> int:
         """Do something to every block that the servers hold, given its key and length; how many these were."""
@@ -149,23 +126,67 @@ def clustered(replicas: int = 0) -> RedisKind:
     return ground
 
 
+@dataclass(slots=True)
+class ServerGround(Habits):
+    """A kvtier-server as a tier finds it."""
+
+    settings: ServerSettings
+    server: Server
+
+
+ServerKind = Callable[[], AbstractContextManager[ServerGround]]
+SERVER_POOL_BYTES = 256 << 20
+SERVER_DISK_BYTES = 512 << 20
+
+
+@contextmanager
+def in_memory() -> Iterator[ServerGround]:
+    """A kvtier-server that forgets all when it ends, reached by its Unix socket."""
+    with Server(SERVER_POOL_BYTES) as server:
+        yield ServerGround(ServerSettings(url=server.unix_url, timeout_s=TIMEOUT_S), server)
+
+
+@contextmanager
+def over_disk() -> Iterator[ServerGround]:
+    """One with a disk below its memory."""
+    with Server(SERVER_POOL_BYTES, disk_bytes=SERVER_DISK_BYTES) as server:
+        yield ServerGround(ServerSettings(url=server.unix_url, timeout_s=TIMEOUT_S), server)
+
+
+@contextmanager
+def over_tcp() -> Iterator[ServerGround]:
+    """One that forgets, and whose clients get its blocks through a TCP connection."""
+    with Server(SERVER_POOL_BYTES) as server:
+        settings = ServerSettings(url=server.tcp_url, token_file=str(server.token_file), timeout_s=TIMEOUT_S)
+        yield ServerGround(settings, server)
+
+
 class Ground:
-    """What one rig stands on: a directory for a disk tier, Redis, or both. Opens rigs there, one after the other.
+    """What one rig stands on: a directory for a disk tier, Redis, both, or a kvtier-server. Opens rigs there, one
+    after the other.
 
     Mutable state: the servers and files themselves, as faults leave them.
     """
 
-    def __init__(self, directory: Path | None, redis: RedisGround | None) -> None:
+    def __init__(
+        self, directory: Path | None, redis: RedisGround | None = None, server: ServerGround | None = None
+    ) -> None:
         """directory: None for no disk tier."""
         self.directory = directory
         self.files = SickFiles()
         self._redis = redis
+        self._server = server
         self.random = random.Random(0)
 
     @property
     def redis(self) -> RedisGround:
         assert self._redis is not None, "a fault of Redis needs one"
         return self._redis
+
+    @property
+    def server(self) -> ServerGround:
+        assert self._server is not None, "a fault of a kvtier-server needs one"
+        return self._server
 
     @property
     def disk_directory(self) -> Path:
@@ -178,14 +199,18 @@ class Ground:
     def open(self, *, timeout_s: float = TIMEOUT_S, max_wait_s: float = 0.5, host_bytes: int = HOST_BYTES) -> FaultRig:
         """timeout_s: of each tier."""
         redis = None if self._redis is None else self._redis.settings.model_copy(update={"timeout_s": timeout_s})
+        server = None if self._server is None else self._server.settings.model_copy(update={"timeout_s": timeout_s})
         disk = self.disk_settings(timeout_s)
-        return FaultRig(disk, redis, self.files, host_bytes=host_bytes, max_wait_s=max_wait_s)
+        return FaultRig(disk, redis, server, self.files, host_bytes=host_bytes, max_wait_s=max_wait_s)
 
     def heal(self) -> None:
         """Let go of whatever a fault holds, so that a rig can be closed."""
         self.files.heal()
         if self._redis is not None:
             self.heal_redis()
+        if self._server is not None:
+            self._server.rest()
+            self._server.server.cont()
 
     def heal_redis(self) -> None:
         self.redis.rest()

@@ -10,7 +10,15 @@ from typing import Self
 
 import numpy as np
 
-from kvtier.config import DiskSettings, HostSettings, RedisSettings, RestoreSettings, Settings, StoreSettings
+from kvtier.config import (
+    DiskSettings,
+    HostSettings,
+    RedisSettings,
+    RestoreSettings,
+    ServerSettings,
+    Settings,
+    StoreSettings,
+)
 from kvtier.errors import IntegrityError
 from kvtier.keys import BlockDigest, Namespace, Shard
 from kvtier.layout import KVLayout
@@ -39,6 +47,7 @@ class FaultRig:
         self,
         disk: DiskSettings | None = None,
         redis: RedisSettings | None = None,
+        server: ServerSettings | None = None,
         files: Files | None = None,
         *,
         host_bytes: int = HOST_BYTES,
@@ -48,6 +57,7 @@ class FaultRig:
             host=HostSettings(size=host_bytes, slab=1 << 20),
             disk=disk or DiskSettings(),
             redis=redis or RedisSettings(),
+            server=server or ServerSettings(),
             store=StoreSettings(policy="write_through"),
             restore=RestoreSettings(max_wait_s=max_wait_s),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -18,13 +19,16 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvtier.errors import KVTierError
+from kvtier.protocol.admin import AskFlush, Flushed
 from kvtier.protocol.messages import MAX_MESSAGE_BYTES, VERSIONS, Hello, Ping, Pong, ServerMessage, Welcome
 from kvtier.protocol.wire import Message, Receiver, pack
+from kvtier.server.admin_client import AdminClient
 from kvtier_connectors.bench.server_worker import command_of
 
 __all__ = ["Clients", "PlainEnd", "RawClient", "Server"]
 
 START_TIMEOUT_S = 60.0
+FLUSH_TIMEOUT_S = 30.0
 POLL_S = 0.001
 
 
@@ -123,12 +127,15 @@ class PlainEnd(Child):
 
 
 class Server:
-    """A kvtier-server with a socket, a port and a token of its own, and nothing on any disk but these."""
+    """A kvtier-server with a socket, a port and a token of its own, and nothing on any disk but these, unless it is
+    given one. It may be killed, stopped and started again, on the same socket and port."""
 
-    def __init__(self, pool_bytes: int, *, checksums: bool = True) -> None:
+    def __init__(self, pool_bytes: int, *, checksums: bool = True, disk_bytes: int = 0) -> None:
+        """disk_bytes: of a disk tier below its memory, which outlives a kill; 0: none."""
         self._directory = tempfile.TemporaryDirectory(prefix="kvtier-bench-server-")
         where = Path(self._directory.name)
         self.socket = where / "socket"
+        self._log = where / "log"
         self.token_file = where / "token"
         self.token_file.write_text(secrets.token_hex(32))
         self.token_file.chmod(0o600)
@@ -136,7 +143,9 @@ class Server:
             self._port = free.getsockname()[1]
         settings = {
             "host.size": pool_bytes,
-            "disk.path": "none",
+            "disk.path": where / "disk" if disk_bytes else "none",
+            "disk.size": disk_bytes or "1GiB",
+            "disk.min_free": "1MiB",
             "redis.url": "none",
             "server.url": "none",
             "daemon.socket": self.socket,
@@ -148,9 +157,13 @@ class Server:
             "daemon.log_level": "warning",
         }
         command = [sys.executable, "-P", "-c", "from kvtier.server.cli import main; main()"]
-        command += [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+        self._command = command + [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+        self._start()
+
+    def _start(self) -> None:
         began = time.monotonic()
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
             self.client = self._connect(began + START_TIMEOUT_S)
             self.client.ping()
@@ -173,10 +186,38 @@ class Server:
                 return RawClient(self.socket)
             except OSError:
                 if self._process.poll() is not None:
-                    raise KVTierError(f"kvtier-server ended with {self._process.returncode} as it started") from None
+                    said = self._log.read_text(errors="replace").strip()
+                    raise KVTierError(
+                        f"kvtier-server ended with {self._process.returncode} as it started: {said}"
+                    ) from None
                 if time.monotonic() > deadline:
                     raise KVTierError(f"kvtier-server did not listen within {START_TIMEOUT_S:g} s") from None
                 time.sleep(POLL_S)
+
+    def flush(self) -> int:
+        """Have it write what is due to its disk; how many blocks were not written within half a minute."""
+        with AdminClient(f"{self.socket}.admin", "kvtier bench") as admin:
+            answers = list(admin.ask(AskFlush(admin.next_id(), int(FLUSH_TIMEOUT_S * 1000))))
+        return sum(answer.blocks_left for answer in answers if isinstance(answer, Flushed))
+
+    def kill(self) -> None:
+        """By SIGKILL. Idempotent."""
+        self.client.close()
+        self._process.kill()
+        self._process.wait()
+
+    def restart(self) -> None:
+        """Kill it, if it still runs, and start it anew; returns when it serves."""
+        self.kill()
+        self._start()
+
+    def stop(self) -> None:
+        """By SIGSTOP."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def cont(self) -> None:
+        """By SIGCONT."""
+        self._process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
         self._process.kill()

@@ -96,7 +96,7 @@ class SchedulerSide:
         self._manager, self._blocks = manager, blocks
         if self._has_events:
             self._events = HostEvents(self.store.host, self.space, self._block_tokens, lambda: blocks.current_cache)
-        if warning := sizing_warning(self.space.capacity_blocks, self._blocks.num_blocks):
+        if warning := sizing_warning(self.store, self.space.capacity_blocks, blocks.num_blocks):
             logger.warning(warning)
         self._halves = KVTierScheduler(self.store, self.space, self._blocks, self._settings, num_ranks=self._num_ranks)
 

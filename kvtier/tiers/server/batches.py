@@ -10,11 +10,15 @@ import numpy as np
 from kvtier.keys import DIGEST_BYTES, KEY_BYTES, NAMESPACE_BYTES, Key
 from kvtier.protocol.messages import MAX_BLOCKS, MAX_LOOKUP_BLOCKS
 
-__all__ = ["Batch", "Lookups", "batches", "digests_of", "lookups"]
+__all__ = ["Batch", "Lookups", "batch_bytes", "batches", "digests_of", "lookups"]
 
-BATCH_BYTES = 4 << 20
+BATCH_BYTES = 16 << 20
 """Of blocks that one message reserves or stages, unless one block is longer: while one batch is copied the server
-prepares the next."""
+prepares the next. A message costs both sides as much as some tens of blocks."""
+MIN_BATCH_BYTES = 4 << 20
+CAPACITY_SHARE = 16
+"""Of the server's memory no batch takes more than this part, unless that is less than MIN_BATCH_BYTES: two of each
+call are under way."""
 
 G = TypeVar("G", bound=Hashable)
 
@@ -26,6 +30,11 @@ class Batch(NamedTuple):
     block_bytes: int
     ttl_ms: int
     positions: list[int]
+
+
+def batch_bytes(capacity_bytes: int) -> int:
+    """Of one batch at most, at a server with so much memory."""
+    return min(BATCH_BYTES, max(MIN_BATCH_BYTES, capacity_bytes // CAPACITY_SHARE))
 
 
 def batches(blocks: Iterable[tuple[int, Key, int, int]], max_bytes: int) -> Iterator[Batch]:

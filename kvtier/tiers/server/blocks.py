@@ -9,7 +9,7 @@ from kvtier.decisions import MAX_NAME, Decision
 from kvtier.keys import Key
 from kvtier.protocol.messages import Count, Held, Lookup, Remove, Tell, Touch
 from kvtier.tiers.base import ReadOutcome, ReadRequest, WriteOutcome, WriteRequest
-from kvtier.tiers.server.batches import Batch, Lookups, batches, lookups
+from kvtier.tiers.server.batches import Batch, Lookups, batch_bytes, batches, lookups
 from kvtier.tiers.server.calls import Caller
 from kvtier.tiers.server.connection import Connection
 from kvtier.tiers.server.failures import ServerError
@@ -188,7 +188,8 @@ def _removed(connection: Connection, gone: Lookups) -> int:
 def _split(connection: Connection, blocks: Sequence[tuple[int, Key, int, int]]) -> tuple[list[Batch], Sequence[int]]:
     """Batches; and the positions of blocks that no message can carry."""
     most = (1 << 63) - 1 if connection.mapping is not None else connection.welcome.max_payload_bytes
-    some = batches([block for block in blocks if block[2] <= most], most)
+    most_at_once = min(most, batch_bytes(connection.welcome.capacity_bytes))
+    some = batches([block for block in blocks if block[2] <= most], most_at_once)
     return [*some], [block[0] for block in blocks if block[2] > most]
 
 

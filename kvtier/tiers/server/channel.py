@@ -102,11 +102,16 @@ class Channel:
 
     def shut(self) -> None:
         """End what is under way on it, from another thread; it still has to be closed by the one that uses it."""
-        with contextlib.suppress(OSError):
-            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # not an SSLSocket's own, which changes its state
+        self._end()
 
     def close(self) -> None:
+        """The connection is over, also where a fork's child has the socket too."""
+        self._end()
         self._sock.close()
+
+    def _end(self) -> None:
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # not an SSLSocket's own, which changes its state
 
     def _send(self, parts: Sequence[bytes | memoryview]) -> int:
         self._limit(socket.SO_SNDTIMEO)

@@ -12,11 +12,14 @@ from kvtier.tiers.server.channel import Channel
 from kvtier.tiers.server.failures import GarbledError, RefusedError, ServerError
 from kvtier.tiers.server.mapping import Mapping
 
-__all__ = ["Connection", "Place"]
+__all__ = ["Came", "Connection", "Place"]
 
 Place = Callable[[Staged, int], Sequence[memoryview]]
 """Where the payload of an answer goes, of so many bytes, or none. Raises GarbledError for an answer that cannot be
 right."""
+
+Came = Callable[[int], None]
+"""Told how many bytes of an answer's payload are in their place by now, while more may be on their way."""
 
 Answer = TypeVar("Answer")
 
@@ -24,6 +27,7 @@ Answer = TypeVar("Answer")
 class _Asked(NamedTuple):
     kind: type
     place: Place | None
+    came: Came | None = None
 
 
 class Connection:
@@ -42,6 +46,7 @@ class Connection:
         self._last_id = 0
         self._asked: dict[int, _Asked] = {}
         self._answers: dict[int, ServerMessage] = {}
+        self._unsent: list[bytes] = []
         self.held: dict[int, tuple[int, int]] = {}
         """Handles, and where in the mapping the slot of each begins and ends."""
         self.is_broken = False
@@ -61,7 +66,9 @@ class Connection:
 
     @property
     def is_idle(self) -> bool:
-        return not (self.is_broken or self._asked or self._answers or self.held or self._receiver.within_frame)
+        return not (
+            self.is_broken or self._asked or self._answers or self._unsent or self.held or self._receiver.within_frame
+        )
 
     @property
     def is_readable(self) -> bool:
@@ -77,28 +84,41 @@ class Connection:
         """What is said and heard from here on ends by then."""
         self._channel.deadline = deadline
 
-    def ask(self, make: Callable[[int], ClientMessage], kind: type, place: Place | None = None) -> int:
+    def ask(
+        self, make: Callable[[int], ClientMessage], kind: type, place: Place | None = None, came: Came | None = None
+    ) -> int:
         """Send a question; its number, by which `answer` has what comes."""
         self._last_id += 1
         number = self._last_id
-        self._asked[number] = _Asked(kind, place)
+        self._asked[number] = _Asked(kind, place, came)
         self.say(make(number))
         return number
 
     def ask_with(
-        self, make: Callable[[int], ClientMessage], kind: type, payload: Sequence[memoryview], nbytes: int
+        self,
+        make: Callable[[int], ClientMessage],
+        kind: type,
+        payload: Sequence[memoryview],
+        nbytes: int,
+        *,
+        later: bool = False,
     ) -> int:
-        """As `ask`, with the bytes of these behind it, sent from where they lie."""
+        """As `ask`, with the bytes of these behind it, sent from where they lie. later: as in `say`."""
         self._last_id += 1
         number = self._last_id
         self._asked[number] = _Asked(kind, None)
-        self.say(make(number), payload, nbytes)
+        self.say(make(number), payload, nbytes, later=later)
         return number
 
-    def say(self, message: ClientMessage, payload: Sequence[memoryview] = (), nbytes: int = 0) -> None:
-        """Send what has no answer, or one that is known of. Raises a ServerError."""
+    def say(
+        self, message: ClientMessage, payload: Sequence[memoryview] = (), nbytes: int = 0, *, later: bool = False
+    ) -> None:
+        """Send what has no answer, or one that is known of. Raises a ServerError. later: with what is said next, or
+        before an answer is waited for; each wakes the server once. Not with a payload."""
         try:
-            self._channel.send([pack(message, nbytes), *payload])
+            self._unsent.append(pack(message, nbytes))
+            if not later:
+                self._send(payload)
         except ProtocolError as error:
             self.is_broken = True
             raise GarbledError(f"what was to be asked of {self.address} is no message: {error}") from error
@@ -106,11 +126,17 @@ class Connection:
             self.is_broken = True
             raise
 
+    def _send(self, payload: Sequence[memoryview] = ()) -> None:
+        unsent, self._unsent = self._unsent, []
+        self._channel.send([*unsent, *payload])
+
     def answer(self, number: int, kind: type[Answer]) -> Answer:
         """What came to the question of this number, waiting for it. Raises a ServerError: RefusedError for one that
         the server did not answer but could, and the connection stays of use."""
         try:
             while number not in self._answers:
+                if self._unsent and not self.is_readable:
+                    self._send()
                 self._hear()
         except BaseException:
             self.is_broken = True
@@ -167,8 +193,7 @@ class Connection:
                 raise self.garbled(f"a payload of {event.payload_bytes} bytes that nobody asked for")
             if event.payload_bytes:
                 self._receiver.take_payload(targets)
-                while not isinstance(self._next_event(in_payload=True), PayloadEnd):
-                    pass
+                self._hear_payload(event.payload_bytes, asked.came)
         except ProtocolError as error:
             raise self.garbled(str(error)) from None
         except ServerError:
@@ -176,11 +201,17 @@ class Connection:
             raise
         self._answers[message.id] = message
 
-    def _next_event(self, *, in_payload: bool = False) -> Message[ServerMessage] | PayloadEnd:
+    def _hear_payload(self, nbytes: int, came: Came | None) -> None:
+        while self._receiver.next_event() is None:
+            self._receiver.received(self._channel.receive_into(self._receiver.buffer(), whole=True))
+            if came is not None:
+                came(nbytes - self._receiver.payload_bytes_left)
+
+    def _next_event(self) -> Message[ServerMessage] | PayloadEnd:
         while (event := self._receiver.next_event()) is None:
             buffer = self._receiver.buffer()
             if self.is_welcome:
-                number = self._channel.receive_into(buffer, whole=in_payload)
+                number = self._channel.receive_into(buffer, whole=False)
             else:
                 number, fds = self._channel.receive_first(buffer)
                 self.fds.extend(fds)

@@ -40,6 +40,7 @@ class Fetching:
         self._clock = clock
         self._deadline = deadline
         self._slots: dict[int, list[Slot]] = {}  # by the number of the question
+        self._sums: dict[int, int] = {}  # of blocks that came as payload, by position
         self.outcomes = [ReadOutcome.ERROR] * len(requests)
         self.no_room: list[int] = []
         """Positions of blocks for which there was no slot when the server was last asked."""
@@ -59,7 +60,7 @@ class Fetching:
             following = batches[i + 1] if i + 1 < len(batches) else None
             if following is not None and ahead:
                 staging = self._stage(following)
-            self._take(batch, slots)
+            self._take(batch, slots, later=ahead and i + 2 < len(batches))
             if following is not None and not ahead:
                 staging = self._stage(following)
 
@@ -68,6 +69,9 @@ class Fetching:
         left_ms = (self._deadline - self._clock.now()) * 1000
         wait_ms = max(0, min(MAX_WAIT_MS, int(left_ms * ANSWER_SHARE)))
         inline = self._connection.mapping is None
+        is_summed = inline and self._connection.welcome.checksums
+        positions: list[int] = []
+        summed: list[int] = []
 
         def place(answer: Staged, nbytes: int) -> list[memoryview]:
             """Straight to where the blocks belong."""
@@ -77,12 +81,20 @@ class Fetching:
             self._slots[answer.id] = slots
             if not inline:
                 return []
-            return [self._requests[batch.positions[slot.place]].buffer for slot in slots]
+            positions.extend(batch.positions[slot.place] for slot in slots)
+            return [self._requests[position].buffer for position in positions]
+
+        def sum_up(nbytes: int) -> None:
+            """While they are in the cache, and the next ones on their way."""
+            for i in range(len(summed), nbytes // batch.block_bytes):
+                summed.append(positions[i])
+                self._sums[positions[i]] = checksum(self._requests[positions[i]].buffer)
 
         return self._connection.ask(
             lambda number: Stage(number, batch.namespace, batch.block_bytes, digests, b"", wait_ms, inline),
             Staged,
             place,
+            sum_up if is_summed else None,
         )
 
     def _staged(self, batch: Batch, number: int) -> list[Slot]:
@@ -103,12 +115,16 @@ class Fetching:
                 self.no_room.append(position)
         return self._slots.pop(number)
 
-    def _take(self, batch: Batch, slots: Sequence[Slot]) -> None:
+    def _take(self, batch: Batch, slots: Sequence[Slot], *, later: bool) -> None:
+        """Copy, and let go. later: a Stage is said soon that takes this along."""
         mapping = self._connection.mapping
         for slot in slots:
             request = self._requests[batch.positions[slot.place]]
             if mapping is None:
-                is_well = slot.checksum is None or checksum(request.buffer) == slot.checksum
+                found = self._sums.pop(batch.positions[slot.place], None)
+                is_well = slot.checksum is None or (
+                    slot.checksum == (checksum(request.buffer) if found is None else found)
+                )
             else:
                 source = mapping.slot(slot.offset, batch.block_bytes)
                 is_well = copy_checked(as_bytes(request.buffer), source, slot.checksum)
@@ -117,6 +133,6 @@ class Fetching:
                 self.scribbled.append(request.key)
         if mapping is not None and slots:
             leases = [slot.handle for slot in slots]
-            self._connection.say(Release(0, leases))
+            self._connection.say(Release(0, leases), later=later)
             for lease in leases:
                 del self._connection.held[lease]

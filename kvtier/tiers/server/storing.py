@@ -62,7 +62,9 @@ class Storing:
                 payload, checksums = self._fill(batch, slots)
                 if filled is not None:
                     self._settle(filled)
-                filled = self._commit(batch, slots, payload, checksums)
+                # Where a Reserve is said soon it takes this along.
+                later = ahead and i + 2 < len(batches) and self._connection.mapping is not None
+                filled = self._commit(batch, slots, payload, checksums, later=later)
             if filled is not None and not ahead:
                 self._settle(filled)
                 filled = None
@@ -118,12 +120,18 @@ class Storing:
         return payload, checksums
 
     def _commit(
-        self, batch: Batch, slots: Sequence[Slot], payload: Sequence[memoryview], checksums: list[int]
+        self,
+        batch: Batch,
+        slots: Sequence[Slot],
+        payload: Sequence[memoryview],
+        checksums: list[int],
+        *,
+        later: bool,
     ) -> _Filled:
         handles = [slot.handle for slot in slots]
         nbytes = sum(map(len, payload))
         number = self._connection.ask_with(
-            lambda number: Commit(number, handles, checksums), Committed, payload, nbytes
+            lambda number: Commit(number, handles, checksums), Committed, payload, nbytes, later=later
         )
         for handle in handles:
             del self._connection.held[handle]

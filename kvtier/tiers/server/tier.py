@@ -147,7 +147,7 @@ class ServerTier(Tier):
             if not keys or self._is_mute:
                 return [False] * len(keys)
             found = self._blocks.contains(keys, deadline)
-        if self._ledger.holdings.num_blocks:
+        if self._ledger.holdings.num_blocks and not all(found):
             self._ledger.discard([key for key, held in zip(keys, found, strict=True) if not held])
         return found
 
