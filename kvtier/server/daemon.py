@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -177,9 +178,14 @@ class Daemon:
                 self._loop.call_soon_threadsafe(self._reload)
 
     def run(self) -> None:
-        """Serve until told to stop, then drain. Raises ConfigError for what cannot be opened or listened on."""
+        """Serve until told to stop, then drain.
+
+        Raises ConfigError for what cannot be opened or listened on; on the main thread SystemExit too, where SIGTERM
+        comes while it starts.
+        """
         try:
             with ExitStack() as stack:
+                self._heed_signals(stack)
                 self._run(stack)
         finally:
             self._state = "closed"
@@ -345,6 +351,13 @@ class Daemon:
         except KVTierError as error:
             logger.error("settings were not read again, and stay as they are: %s", error)  # noqa: TRY400 - a caller's mistake
         self._notifier.ready("serving")
+
+    @staticmethod
+    def _heed_signals(stack: ExitStack) -> None:
+        """Until the loop takes them: the first process of a container gets none that nobody takes."""
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            stack.callback(signal.signal, signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 
     def _take_signals(self, loop: asyncio.AbstractEventLoop) -> None:
         if threading.current_thread() is not threading.main_thread():

@@ -21,6 +21,7 @@ from kvtier.config import Settings, load_settings
 from kvtier.errors import ConfigError
 from kvtier.protocol import messages as m
 from kvtier.protocol.wire import pack
+from kvtier.server import daemon as daemon_module
 from kvtier.server.cli import main
 from kvtier.server.daemon import Daemon
 from tests.server.daemon_rig import (
@@ -164,6 +165,19 @@ def test_sigterm_drains_and_exits_0(directory: Path) -> None:
         assert time.monotonic() - began < 5
         assert "ready after" in server.text()
         assert not server.socket.exists()
+
+
+def test_sigterm_while_it_starts_ends_it_and_leaves_nothing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_slowly(*_: object, **__: object) -> list[object]:
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("the signal was not heeded")
+
+    monkeypatch.setattr(daemon_module, "open_tenants", open_slowly)
+    with pytest.raises(SystemExit) as ended:
+        Daemon(settings_for(directory)).run()
+    assert ended.value.code == 0
+    assert list(directory.glob("kv.sock*")) in ([], [directory / "kv.sock.lock"])
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_what_is_due_is_on_disk_after_sigterm(directory: Path) -> None:

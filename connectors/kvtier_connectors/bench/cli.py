@@ -197,8 +197,14 @@ def server(
     server.start: from the start of the process with a pool of 8 GiB until a client was welcomed and had an answer;
     limit: 1.5 s, a bar.
     """
-    from kvtier_connectors.bench.server_figures import ServerSizes, server_figures
     from kvtier_connectors.shapes import shape_layout
+
+    try:
+        from kvtier_connectors.bench.server_figures import ServerSizes, server_figures
+    except ModuleNotFoundError as error:
+        if error.name != "msgspec":
+            raise
+        raise ConfigError("kvtier bench server needs msgspec: pip install 'kvtier[server]'") from error
 
     _print(server_figures(shape, shape_layout(shape), runs, ServerSizes()), as_json=as_json)
 
