@@ -11,8 +11,17 @@ from typing import Any
 
 import pytest
 
+from kvtier import below
 from kvtier.cli import main
-from kvtier.config import DiskSettings, HostSettings, RestoreSettings, Settings, StoreSettings
+from kvtier.config import (
+    DiskSettings,
+    HostSettings,
+    RedisSettings,
+    RestoreSettings,
+    ServerSettings,
+    Settings,
+    StoreSettings,
+)
 from kvtier.errors import ConfigError, LayoutError
 from kvtier.layout import KVKind, KVLayout
 from kvtier.tiers.base import WriteOutcome, WriteRequest
@@ -103,6 +112,22 @@ def test_a_disk_is_tested_beside_what_it_caches(tmp_path: Path, layout: KVLayout
     assert report.blocks_from_disk > 0
     assert len(report.disk_modes) == 2
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "remote",
+    [
+        {"server": ServerSettings(url="kvtier+unix:///nowhere/kvtier.sock")},
+        {"redis": RedisSettings(url=("redis://127.0.0.1:1",))},
+    ],
+)
+def test_tiers_that_others_live_off_are_left_alone(remote: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("the tier was opened")
+
+    monkeypatch.setattr(below, "open_server", refuse)
+    monkeypatch.setattr(below, "open_redis", refuse)
+    verify_passed(run_selftest(small_settings(64, **remote), SMALL, seed=1))
 
 
 def test_a_disk_that_gives_nothing_back_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.config import DiskSettings, EventSettings, RedisSettings, Settings
+from kvtier.config import DiskSettings, EventSettings, RedisSettings, ServerSettings, Settings
 from kvtier.errors import IntegrityError
 from kvtier.keys import BlockDigest, Extras, Namespace, Shard, digest_tokens
 from kvtier.layout import KVLayout
@@ -125,8 +125,9 @@ def run_selftest(settings: Settings, layout: KVLayout, *, seed: int, corrupt: bo
     findings = _Findings()
     rng = np.random.default_rng(seed)
     disk = settings.disk
-    # Others live off the Redis, and routers off the events: neither is for test data.
-    settings = settings.model_copy(update={"disk": DiskSettings(), "redis": RedisSettings(), "events": EventSettings()})
+    # Others live off a server and the Redis, and routers off the events: none of them is for test data.
+    none = {"disk": DiskSettings(), "server": ServerSettings(), "redis": RedisSettings(), "events": EventSettings()}
+    settings = settings.model_copy(update=none)
     first = _Exercise(settings, layout, rng, findings)
     host_bytes = first.host_bytes
     first.run(corrupt=corrupt)
