@@ -125,6 +125,17 @@ def test_tls_with_a_token(tmp_path: Path, tls: TlsFiles) -> None:
             tier.close()
 
 
+def test_who_speaks_plain_to_tls_is_told_what_to_set(
+    tmp_path: Path, tls: TlsFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        daemon_at(tmp_path, served(tls)) as daemon,
+        opened(daemon.tcp_url, token_file=daemon.token_file, timeout_s=TIMEOUT_S),
+    ):
+        (said,) = [message for message in caplog.messages if "welcomed us" in message]
+        assert "set server.tls_ca_file" in said
+
+
 def test_tls_with_a_certificate_of_the_clients(tmp_path: Path, tls: TlsFiles) -> None:
     settings = {
         "daemon.tls_client_ca_file": str(tls.ca_file),

@@ -60,6 +60,10 @@ class Opener:
                 self._greet(connection, token)
             except GarbledError as error:
                 raise ForeignError(f"{error}; name a kvtier-server's address in server.url") from error
+            except LostError as error:
+                if self._address.is_unix or self._tls is not None:
+                    raise
+                raise LostError(f"{error} before it welcomed us; if it speaks TLS, set server.tls_ca_file") from error
             finally:
                 for fd in connection.fds:
                     os.close(fd)
