@@ -107,7 +107,7 @@ class DaemonCollector:
     """A prometheus-client collector over a daemon. One snapshot a scrape, so that a scrape is consistent.
 
     What a store counts is called as everywhere, `kvtier_<field>`, and has the label `tenant`; what the daemon counts is
-    called `kvtier_server_<name>`.
+    called `kvtier_daemon_<name>`.
     """
 
     def __init__(self, daemon: Watched) -> None:
@@ -120,17 +120,17 @@ class DaemonCollector:
         yield from _stores(snapshot)
 
     def _own(self, snapshot: DaemonSnapshot) -> Iterable[Metric]:
-        info = GaugeMetricFamily("kvtier_server_info", "always 1; the version is its label", labels=["version"])
+        info = GaugeMetricFamily("kvtier_daemon_info", "always 1; the version is its label", labels=["version"])
         info.add_metric([snapshot.version], 1)
         yield info
         yield GaugeMetricFamily(
-            "kvtier_server_ready", "1 while clients are served, as /healthz says", value=int(self._daemon.is_ready)
+            "kvtier_daemon_ready", "1 while clients are served, as /healthz says", value=int(self._daemon.is_ready)
         )
-        yield GaugeMetricFamily("kvtier_server_uptime_seconds", "since the start", value=snapshot.uptime_s)
+        yield GaugeMetricFamily("kvtier_daemon_uptime_seconds", "since the start", value=snapshot.uptime_s)
         yield GaugeMetricFamily(
-            "kvtier_server_max_clients", "the most connections at once, as set", value=snapshot.max_clients
+            "kvtier_daemon_max_clients", "the most connections at once, as set", value=snapshot.max_clients
         )
-        refused = CounterMetricFamily("kvtier_server_refused", "connections that were turned away", labels=["code"])
+        refused = CounterMetricFamily("kvtier_daemon_refused", "connections that were turned away", labels=["code"])
         for code, count in snapshot.refused.items():
             refused.add_metric([code], count)
         yield refused
@@ -139,7 +139,7 @@ class DaemonCollector:
 def _clients(snapshot: DaemonSnapshot) -> Iterable[Metric]:
     for count in COUNTS:
         labels = ["tenant", count.label] if count.label else ["tenant"]
-        family = count.make(f"kvtier_server_{count.name}", count.help, labels=labels)
+        family = count.make(f"kvtier_daemon_{count.name}", count.help, labels=labels)
         for tenant in snapshot.tenants:
             found = count.read(tenant)
             for label, value in found.items() if isinstance(found, Mapping) else [("", found)]:

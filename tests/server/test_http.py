@@ -152,16 +152,16 @@ def test_metrics_have_all_that_is_counted_of_clients(daemon: FakeDaemon, serving
     daemon.quarantine["beta"] = QuarantineCounts(80, 81, 82)
     daemon.refused["denied"] = 90
     families = text_string_to_metric_families(get(serving(daemon), "/metrics").body.decode())
-    told = [sample for family in families for sample in family.samples if sample.name.startswith("kvtier_server_")]
+    told = [sample for family in families for sample in family.samples if sample.name.startswith("kvtier_daemon_")]
     values = {sample.value for sample in told if sample.labels.get("tenant") == "beta"}
     assert values == {*numbers.values(), 70, 71, 80, 81, 82}
     own = {sample.name: sample.value for sample in told if "tenant" not in sample.labels}
     assert own == {
-        "kvtier_server_info": 1,
-        "kvtier_server_ready": 1,
-        "kvtier_server_uptime_seconds": daemon.uptime_s,
-        "kvtier_server_max_clients": 1024,
-        "kvtier_server_refused_total": 90,
+        "kvtier_daemon_info": 1,
+        "kvtier_daemon_ready": 1,
+        "kvtier_daemon_uptime_seconds": daemon.uptime_s,
+        "kvtier_daemon_max_clients": 1024,
+        "kvtier_daemon_refused_total": 90,
     }
 
 
