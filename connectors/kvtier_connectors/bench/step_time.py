@@ -103,8 +103,11 @@ def _percentiles(sick: Traffic, control: Traffic) -> tuple[int, float, float]:
 
 
 def _slice(rig: FaultRig, draw: random.Random, num_steps: int) -> None:
+    """Ends with no request under way: one that waited while the other engine steps would seem to wait for its tier."""
     for step in range(num_steps):
         if step % STEPS_A_REQUEST == 0 and rig.traffic.num_live < 16:
             is_new = draw.random() < 0.125
             rig.traffic.start(rig.chain(draw.randrange(1 << 20) + POPULATION if is_new else draw.randrange(POPULATION)))
+        rig.traffic.step()
+    while rig.traffic.num_live:
         rig.traffic.step()
