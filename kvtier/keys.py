@@ -32,6 +32,7 @@ __all__ = [
     "Namespace",
     "Shard",
     "Tokens",
+    "check_keys",
     "digest_tokens",
     "make_key",
     "split_key",
@@ -71,6 +72,14 @@ def split_key(key: Key) -> tuple[bytes, BlockDigest]:
     if len(key) != KEY_BYTES:
         raise ConfigError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
     return key[:NAMESPACE_BYTES], BlockDigest(key[NAMESPACE_BYTES:])
+
+
+def check_keys(keys: Sequence[Key]) -> None:
+    """Raises ConfigError, as `split_key`, unless each is a key. At once, as there may be thousands: only where one has
+    another length they are looked at one by one."""
+    if set(map(len, keys)) - {KEY_BYTES}:
+        for key in keys:
+            split_key(key)
 
 
 def _field(data: bytes) -> bytes:

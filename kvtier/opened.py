@@ -104,6 +104,16 @@ def open_disk(settings: DiskSettings, clock: Clock, files: Files | None = None) 
     )
 
 
+def _remote_limits(settings: RedisSettings | ServerSettings) -> TierLimits:
+    return TierLimits(
+        writers=max(1, settings.connections - 1),
+        timeout_s=settings.timeout_s,
+        max_cooldown_s=MAX_REMOTE_COOLDOWN_S,
+        min_uses=settings.min_uses,
+        max_write_rate=settings.max_write_rate,
+    )
+
+
 def open_redis(settings: RedisSettings, clock: Clock) -> OpenedTier:
     """The Redis tier of these settings. Waits for the server at most `redis.timeout_s`; one that does not answer is
     joined later. Raises ConfigError for settings that can be known to be wrong without it."""
@@ -127,13 +137,7 @@ def open_redis(settings: RedisSettings, clock: Clock) -> OpenedTier:
 
     return OpenedTier(
         tier,
-        TierLimits(
-            writers=max(1, settings.connections - 1),
-            timeout_s=settings.timeout_s,
-            max_cooldown_s=MAX_REMOTE_COOLDOWN_S,
-            min_uses=settings.min_uses,
-            max_write_rate=settings.max_write_rate,
-        ),
+        _remote_limits(settings),
         tier.check_block,
         describe,
         f"{', '.join(settings.url)} ({settings.mode}), "
@@ -167,13 +171,7 @@ def open_server(settings: ServerSettings, clock: Clock) -> OpenedTier:
 
     return OpenedTier(
         tier,
-        TierLimits(
-            writers=max(1, settings.connections - 1),
-            timeout_s=settings.timeout_s,
-            max_cooldown_s=MAX_REMOTE_COOLDOWN_S,
-            min_uses=settings.min_uses,
-            max_write_rate=settings.max_write_rate,
-        ),
+        _remote_limits(settings),
         tier.check_block,
         describe,
         f"{settings.url}, "

@@ -12,7 +12,7 @@ from kvtier.clock import Clock
 from kvtier.config.settings import RedisSettings
 from kvtier.errors import ClosedError, ConfigError, ForkedError, IntegrityError, LayoutError, TierError
 from kvtier.frame import frame_bytes
-from kvtier.keys import KEY_BYTES, Key, split_key
+from kvtier.keys import Key, check_keys, split_key
 from kvtier.tiers.base import ReadOutcome, ReadRequest, Tier, TierUsage, WriteOutcome, WriteRequest
 from kvtier.tiers.ledger import Ledger
 from kvtier.tiers.redis.backoff import FullBackoff
@@ -153,7 +153,7 @@ class RedisTier(Tier):
 
     def contains(self, keys: Sequence[Key]) -> list[bool]:
         """Asks the servers. Raises TierError when any of them did not answer for its keys."""
-        _check_keys(keys)
+        check_keys(keys)
         with self._call() as deadline:
             if not keys or (era := self._era(deadline)).is_mute:
                 return [False] * len(keys)
@@ -164,7 +164,7 @@ class RedisTier(Tier):
 
     def touch(self, keys: Sequence[Key]) -> None:
         """A use of each, so that eviction takes others first. Raises TierError when a server did not answer."""
-        _check_keys(keys)
+        check_keys(keys)
         with self._call() as deadline:
             era = self._epochs.current
             if keys and self._is_joined and era is not None and not era.is_mute:
@@ -176,7 +176,7 @@ class RedisTier(Tier):
         What is no block under a block's key is DAMAGED, and removed from the server. A block in the format of a later
         kvtier is a MISS, and stays.
         """
-        _check_keys([request.key for request in requests])
+        check_keys([request.key for request in requests])
         for request in requests:
             if request.buffer.readonly:
                 raise LayoutError("a block is read into a writable buffer")
@@ -238,7 +238,7 @@ class RedisTier(Tier):
 
     def remove(self, keys: Sequence[Key]) -> int:
         """Raises TierError when a server did not answer: what it holds may be found again."""
-        _check_keys(keys)
+        check_keys(keys)
         with self._call() as deadline:
             self._ledger.discard(keys)
             if not keys or (era := self._era(deadline)).is_mute:
@@ -363,10 +363,3 @@ class RedisTier(Tier):
 
     def _note_routes(self, routes: Routes) -> None:
         self._pool.keep_only(frozenset(routes.masters))
-
-
-def _check_keys(keys: Sequence[Key]) -> None:
-    """At once, as there may be thousands: only those of another length are looked at one by one."""
-    if set(map(len, keys)) - {KEY_BYTES}:
-        for key in keys:
-            split_key(key)

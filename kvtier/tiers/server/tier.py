@@ -11,7 +11,7 @@ from kvtier.clock import Clock
 from kvtier.config.serving import ServerSettings
 from kvtier.decisions import Decision
 from kvtier.errors import ClosedError, ConfigError, ForkedError, IntegrityError, LayoutError, TierError
-from kvtier.keys import KEY_BYTES, Key, split_key
+from kvtier.keys import Key, check_keys, split_key
 from kvtier.protocol.messages import Epoch, Ping, StartEpoch, Welcome
 from kvtier.tiers.base import ReadOutcome, ReadRequest, Tier, TierUsage, WriteOutcome, WriteRequest
 from kvtier.tiers.ledger import Ledger
@@ -142,7 +142,7 @@ class ServerTier(Tier):
 
     def contains(self, keys: Sequence[Key]) -> list[bool]:
         """Asks the server, whichever of its tiers has them. Raises TierError where it did not answer."""
-        _check_keys(keys)
+        check_keys(keys)
         with self._call() as deadline:
             if not keys or self._is_mute:
                 return [False] * len(keys)
@@ -153,7 +153,7 @@ class ServerTier(Tier):
 
     def touch(self, keys: Sequence[Key]) -> None:
         """A use of each, so that eviction takes others first. Raises TierError where the server cannot be told."""
-        _check_keys(keys)
+        check_keys(keys)
         with self._call() as deadline:
             if keys and not self._is_mute:
                 self._blocks.touch(keys, deadline)
@@ -216,7 +216,7 @@ class ServerTier(Tier):
 
     def remove(self, keys: Sequence[Key]) -> int:
         """From every tier of the server. Raises TierError where it did not answer: they may be found again."""
-        _check_keys(keys)
+        check_keys(keys)
         with self._call() as deadline:
             self._ledger.discard(keys)
             if not keys or self._is_mute:
@@ -324,10 +324,3 @@ class ServerTier(Tier):
         if self._watch is not None and connection.mapping is not None:
             self._watch.add(connection.fileno())
         self._notices.note_welcome(f"{self._url} answers ({plain(connection.welcome.software)})")
-
-
-def _check_keys(keys: Sequence[Key]) -> None:
-    """At once, as there may be thousands: only those of another length are looked at one by one."""
-    if set(map(len, keys)) - {KEY_BYTES}:
-        for key in keys:
-            split_key(key)
