@@ -10,8 +10,11 @@ __all__ = ["OwnProcess"]
 
 
 class OwnProcess:
-    """Base of what must not be used in a fork's child: it shares the pool's bytes, not the index that says whose they
-    are."""
+    """Base of what must not be used in a fork's child: it shares the parent's memory, files and connections, and not
+    the locks and threads that keep them in order."""
+
+    _owned = "store"
+    _instead = "open a store in the child"
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,5 +29,5 @@ class OwnProcess:
         """Raises ForkedError in a fork's child."""
         if self.is_forked:
             raise ForkedError(
-                f"this store belongs to process {self._pid}, not to its fork {os.getpid()}: open a store in the child"
+                f"this {self._owned} belongs to process {self._pid}, not to its fork {os.getpid()}: {self._instead}"
             )

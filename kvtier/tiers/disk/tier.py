@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ from pathlib import Path
 
 from kvtier.clock import Clock, MonotonicClock
 from kvtier.codecs import codec_by_name
-from kvtier.errors import ClosedError, ConfigError, ForkedError, LayoutError, TierError
+from kvtier.errors import ClosedError, ConfigError, LayoutError, TierError
 from kvtier.frame import MAX_PAYLOAD_BYTES, frame_bytes
 from kvtier.keys import Key, split_key
 from kvtier.tiers.base import ReadOutcome, ReadRequest, Tier, TierUsage, WriteOutcome, WriteRequest
@@ -22,11 +21,12 @@ from kvtier.tiers.disk.scratch import ScratchPool
 from kvtier.tiers.disk.snapshot import DiskSnapshot
 from kvtier.tiers.disk.transfer import Outgoing, groups
 from kvtier.tiers.disk.volume import Volume
+from kvtier.tiers.forked import OwnProcess
 
 __all__ = ["DiskTier"]
 
 
-class DiskTier(Tier):
+class DiskTier(OwnProcess, Tier):
     """Blocks below host memory, in one or more directories, across restarts.
 
     Blocks are appended to segments, and whole segments are evicted, oldest first; of a segment's blocks those that
@@ -42,6 +42,8 @@ class DiskTier(Tier):
     """
 
     name = "disk"
+    _owned = "disk tier"
+    _instead = "open a store in the child, with a directory of its own"
 
     def __init__(
         self,
@@ -60,10 +62,10 @@ class DiskTier(Tier):
         what stays free on each file system. segment_bytes: of one file; by default it follows from the capacity.
         Raises ConfigError for a directory that cannot be used or is in use, or a capacity that is too small.
         """
+        super().__init__()
         if not paths:
             raise ConfigError("disk.path names no directory")
         self._codec = codec_by_name(codec)
-        self._pid = os.getpid()
         self._capacity_bytes = capacity_bytes
         self._catalog = Catalog()
         self._scratch = ScratchPool()
@@ -262,26 +264,13 @@ class DiskTier(Tier):
         A few pages for each directory, written without a lock: a device that hangs keeps only the thread that closes,
         and what it did not write is found again by a scan.
         """
-        if os.getpid() != self._pid:
+        if self.is_forked:
             return
         with self._catalog.lock:
             finish = not self._closed and not self._operations
             self._closed = True
         if finish:
             self._finish()
-
-    @property
-    def is_forked(self) -> bool:
-        """True in a child of the process that opened this tier."""
-        return os.getpid() != self._pid
-
-    def check_process(self) -> None:
-        """Raises ForkedError in a fork's child: the directories are its parent's."""
-        if self.is_forked:
-            raise ForkedError(
-                f"this disk tier belongs to process {self._pid}, not to its fork {os.getpid()}: open a store in the "
-                "child, with a directory of its own"
-            )
 
     # ---- calls under way -----------------------------------------------------------------------------------------
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from kvtier.clock import Clock
 from kvtier.config.settings import RedisSettings
-from kvtier.errors import ClosedError, ConfigError, ForkedError, IntegrityError, LayoutError, TierError
+from kvtier.errors import ClosedError, ConfigError, IntegrityError, LayoutError, TierError
 from kvtier.frame import frame_bytes
 from kvtier.keys import Key, check_keys, split_key
 from kvtier.tiers.base import ReadOutcome, ReadRequest, Tier, TierUsage, WriteOutcome, WriteRequest
+from kvtier.tiers.forked import OwnProcess
 from kvtier.tiers.ledger import Ledger
 from kvtier.tiers.redis.backoff import FullBackoff
 from kvtier.tiers.redis.blocks import Blocks
@@ -36,7 +36,7 @@ MAX_VALUE_BYTES = 512 << 20
 """Of a value, as Redis is configured where nobody changes that."""
 
 
-class RedisTier(Tier):
+class RedisTier(OwnProcess, Tier):
     """Blocks in the memory of other machines, shared by every process with the same prefix, tenant and epoch.
 
     A value is a block's frame under `prefix:tenant:epoch:namespace:digest`, so what comes back is known to be what
@@ -53,6 +53,7 @@ class RedisTier(Tier):
     """
 
     name = "redis"
+    _owned = "redis tier"
     is_remote = True
 
     def __init__(self, settings: RedisSettings, clock: Clock) -> None:
@@ -62,10 +63,10 @@ class RedisTier(Tier):
         """
         if not settings.url:
             raise ConfigError("redis.url names no server")
+        super().__init__()
         self._settings = settings
         self._clock = clock
         self._timeout_s = settings.timeout_s
-        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
         self._num_calls = 0
@@ -281,7 +282,7 @@ class RedisTier(Tier):
 
     def close(self) -> None:
         """Close every connection, which ends the calls under way. Idempotent; nothing in a fork's child."""
-        if os.getpid() != self._pid:
+        if self.is_forked:
             return
         with self._lock:
             self._closed = True
@@ -292,11 +293,7 @@ class RedisTier(Tier):
     @contextmanager
     def _call(self) -> Iterator[float]:
         """A call, and the time by which it ends."""
-        if os.getpid() != self._pid:
-            raise ForkedError(
-                f"this redis tier belongs to process {self._pid}, not to its fork {os.getpid()}: open a store in the "
-                "child"
-            )
+        self.check_process()
         with self._lock:
             if self._closed:
                 raise ClosedError("the redis tier is closed")

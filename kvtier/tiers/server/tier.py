@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,10 +9,11 @@ from contextlib import contextmanager
 from kvtier.clock import Clock
 from kvtier.config.serving import ServerSettings
 from kvtier.decisions import Decision
-from kvtier.errors import ClosedError, ConfigError, ForkedError, IntegrityError, LayoutError, TierError
+from kvtier.errors import ClosedError, ConfigError, IntegrityError, LayoutError, TierError
 from kvtier.keys import Key, check_keys, split_key
 from kvtier.protocol.messages import Epoch, Ping, StartEpoch, Welcome
 from kvtier.tiers.base import ReadOutcome, ReadRequest, Tier, TierUsage, WriteOutcome, WriteRequest
+from kvtier.tiers.forked import OwnProcess
 from kvtier.tiers.ledger import Ledger
 from kvtier.tiers.server.address import parse_address
 from kvtier.tiers.server.blocks import Blocks
@@ -37,7 +37,7 @@ RESET_S = 8.0
 one mute."""
 
 
-class ServerTier(Tier):
+class ServerTier(OwnProcess, Tier):
     """Blocks in the memory of a kvtier-server, and in the tiers below that, shared by every client of one tenant.
 
     Over a Unix socket the server's memory is mapped here: bytes move by one copy, messages carry keys and offsets. Over
@@ -54,6 +54,7 @@ class ServerTier(Tier):
     """
 
     name = "server"
+    _owned = "server tier"
     keeps_history = True
     is_remote = True
 
@@ -62,10 +63,10 @@ class ServerTier(Tier):
         it can be reached. ConfigError for files of the settings that cannot be used."""
         if settings.url is None:
             raise ConfigError("server.url names no server")
+        super().__init__()
         self._url = settings.url
         self._clock = clock
         self._timeout_s = settings.timeout_s
-        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
         self._num_calls = 0
@@ -257,7 +258,7 @@ class ServerTier(Tier):
 
     def close(self) -> None:
         """Leave, which ends the calls under way. Idempotent; nothing in a fork's child."""
-        if os.getpid() != self._pid:
+        if self.is_forked:
             return
         with self._lock:
             if self._closed:
@@ -276,11 +277,7 @@ class ServerTier(Tier):
     @contextmanager
     def _call(self, timeout_s: float | None = None) -> Iterator[float]:
         """A call, and the time by which it ends."""
-        if os.getpid() != self._pid:
-            raise ForkedError(
-                f"this server tier belongs to process {self._pid}, not to its fork {os.getpid()}: open a store in the "
-                "child"
-            )
+        self.check_process()
         with self._lock:
             if self._closed:
                 raise ClosedError("the server tier is closed")
