@@ -13,7 +13,7 @@ import time
 from kvtier.errors import ProtocolError
 from kvtier.protocol.admin import MAX_ADMIN_BYTES, AdminAnswer, AdminRequest, AskDrop, AskFlush, AskVerify, Failed
 from kvtier.protocol.messages import FailureCode
-from kvtier.protocol.wire import Receiver, pack
+from kvtier.protocol.wire import Message, Receiver, pack
 from kvtier.server.listening import UnixSocket, unix_peer
 from kvtier.server.operations import Administered, Operations
 from kvtier.server.peers import Peer
@@ -198,7 +198,8 @@ def _receive(sock: socket.socket, receiver: Receiver[AdminRequest], idle_s: floa
         if not nbytes:
             return None
         receiver.received(nbytes)
-    message: AdminRequest = event.message  # type: ignore[union-attr]  # no message has a payload here
+    assert isinstance(event, Message), "no message has a payload here"
+    message: AdminRequest = event.message
     return message
 
 

@@ -26,7 +26,7 @@ from kvtier.protocol.admin import (
     Progress,
 )
 from kvtier.protocol.messages import MAX_MESSAGE_BYTES, FailureCode
-from kvtier.protocol.wire import Receiver, pack
+from kvtier.protocol.wire import Message, Receiver, pack
 
 __all__ = ["AdminClient", "AdminError", "NoDaemonError"]
 
@@ -167,7 +167,8 @@ class AdminClient:
             if not nbytes:
                 raise self._gone(None)
             self._receiver.received(nbytes)
-        message: AdminAnswer = event.message  # type: ignore[union-attr]  # no answer has a payload
+        assert isinstance(event, Message), "no answer has a payload"
+        message: AdminAnswer = event.message
         return message
 
     def _gone(self, error: OSError | None) -> AdminError:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from itertools import compress
 from typing import NamedTuple
 
@@ -280,7 +281,7 @@ class Slots:
             self._close()
             return False
         tenant, holder, held_bytes = self._tenant, self.holder, self._held_bytes
-        give_back: Callable[[], None] = lambda: tenant.hold(holder, -held_bytes)  # noqa: E731 - after this object's end
+        give_back = partial(tenant.hold, holder, -held_bytes)  # after this object's end
         num_slots = len({lease.slot for lease in (*self._leases.values(), *map(_slot_of, self._void.values()))})
         quarantine.keep(tenant.name, self._owner, num_slots, held_bytes, process, give_back)
         self._void.clear()
