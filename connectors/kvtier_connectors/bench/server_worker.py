@@ -71,6 +71,7 @@ class OfServer:
 
         settings = ServerSettings(url=url, token_file=token_file, connections=1, timeout_s=TIMEOUT_S)
         self._tier = ServerTier(settings, MonotonicClock())
+        assert self._tier.wait_mapped(TIMEOUT_S), "the server's memory did not come"
         self._blocks = blocks
         self._keys = blocks.new_keys()
         self._at_once = max(1, JOB_BYTES // blocks.block_bytes)

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import threading
@@ -18,8 +19,15 @@ from kvtier.memory import MADV_POPULATE_WRITE
 
 __all__ = ["Mapping", "MappingError", "Mappings"]
 
+logger = logging.getLogger("kvtier.server")
+
 GRANULE_BYTES = 1 << 16
 """By which it is remembered what is present: a slot's first and last may be so in part, and fault."""
+CHUNK_BYTES = 16 << 20
+"""What is fetched at a time, and once all of it was made: some milliseconds, for which an end waits."""
+POLL_S = 0.05
+PATIENCE_S = 60.0
+"""For the server to make more of its memory; what it makes later comes here slot by slot."""
 
 
 class MappingError(Exception):
@@ -29,7 +37,10 @@ class MappingError(Exception):
 class Mapping:
     """Memory of one run of the server, shared with it and with every process of the same tenant.
 
-    Whoever has it from `Mappings.take` may use slots of it until his `Mappings.release`. Any thread.
+    Whoever has it from `Mappings.take` may use slots of it until his `Mappings.release`. Any thread. One of its own
+    fetches the pages that the server has made, so that no copy waits for them.
+
+    Mutable state: `_is_present`, of which both write nothing but ones.
     """
 
     def __init__(self, identity: tuple[int, int], fd: int, nbytes: int) -> None:
@@ -47,6 +58,21 @@ class Mapping:
         self._address = int(self.buffer.ctypes.data)
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._is_present = bytearray(-(-nbytes // GRANULE_BYTES))
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = threading.Thread(
+            target=self._fetch_all, name="kvtier-server-map", daemon=True
+        )
+        try:
+            self._thread.start()
+        except (RuntimeError, MemoryError) as error:
+            logger.warning("server.url: the server's memory is not fetched ahead (%s): first copies are slower", error)
+            self._thread = None
+
+    def wait_present(self, timeout: float) -> bool:
+        """Block until every page is here, at most `timeout` seconds; for benchmarks and tests."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+        return self._is_present.find(0) < 0
 
     def slot(self, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
         """Bytes that were given to this process to fill or to read.
@@ -57,15 +83,40 @@ class Mapping:
         first, end = offset // GRANULE_BYTES, -(-(offset + nbytes) // GRANULE_BYTES)
         if self._is_present.find(0, first, end) >= 0:
             begin = offset - offset % mmap.PAGESIZE
-            # ctypes lets other threads run meanwhile. A kernel before 5.14 refuses; then touching it is.
-            self._libc.madvise(
-                ctypes.c_void_p(self._address + begin), ctypes.c_size_t(offset + nbytes - begin), MADV_POPULATE_WRITE
-            )
+            self._fetch(begin, offset + nbytes - begin)
             self._is_present[first:end] = b"\1" * (end - first)
         return self.buffer[offset : offset + nbytes]
 
+    def _fetch(self, start: int, nbytes: int) -> bool:
+        """False where a kernel before 5.14 refuses it: then touching a page brings it."""
+        # ctypes lets other threads run meanwhile.
+        at, length = ctypes.c_void_p(self._address + start), ctypes.c_size_t(nbytes)
+        return not self._libc.madvise(at, length, MADV_POPULATE_WRITE)
+
+    def _fetch_all(self) -> None:
+        """In the order in which the server makes them, and as far as it has."""
+        for start in range(0, self.nbytes, CHUNK_BYTES):
+            size, waited_s = min(CHUNK_BYTES, self.nbytes - start), 0.0
+            while not self._was_made(start, size):
+                if waited_s >= PATIENCE_S or self._stop.wait(POLL_S):
+                    return
+                waited_s += POLL_S
+            if self._stop.is_set() or not self._fetch(start, size):
+                return
+            first, end = start // GRANULE_BYTES, -(-(start + size) // GRANULE_BYTES)
+            self._is_present[first:end] = b"\1" * (end - first)
+
+    def _was_made(self, start: int, nbytes: int) -> bool:
+        """Whether all of these pages are in memory, if not in this process's. Makes none."""
+        pages = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
+        failed = self._libc.mincore(ctypes.c_void_p(self._address + start), ctypes.c_size_t(nbytes), pages)
+        return not failed and all(page & 1 for page in pages)
+
     def unmap(self) -> None:
         """Nobody uses it any more."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
         del self.buffer
         with contextlib.suppress(BufferError):  # an error's traceback may hold a view: it goes with that
             self._map.close()
@@ -103,6 +154,12 @@ class Mappings:
                 raise MappingError(f"its memory has {nbytes} bytes, and had {mapping.nbytes} before")
             mapping.num_users += 1
             return mapping
+
+    def wait_present(self, timeout: float) -> bool:
+        """As `Mapping.wait_present`, of each."""
+        with self._lock:
+            mappings = list(self._mappings.values())
+        return all([mapping.wait_present(timeout) for mapping in mappings])
 
     def release(self, mapping: Mapping) -> None:
         """One user less; the last one unmaps it."""

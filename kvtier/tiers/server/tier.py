@@ -247,6 +247,10 @@ class ServerTier(OwnProcess, Tier):
             server="" if welcome is None else f"{plain(welcome.software)}, tenant {plain(welcome.tenant)}",
         )
 
+    def wait_mapped(self, timeout: float) -> bool:
+        """Block until all of the server's memory that is mapped here is present; for benchmarks."""
+        return self._mappings.wait_present(timeout)
+
     def check_integrity(self) -> None:
         self._ledger.check_integrity()
         self._pool.check_integrity()
