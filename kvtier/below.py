@@ -15,7 +15,7 @@ from kvtier.executor import Executor
 from kvtier.lower import LowerTier
 from kvtier.metrics import LowerStats
 from kvtier.opened import OpenedTier, open_disk, open_redis, open_server
-from kvtier.pool import HostPool
+from kvtier.slots import SlotPool
 from kvtier.staging import Stager
 from kvtier.tiers.host import HostTier
 
@@ -27,15 +27,17 @@ __all__ = ["LowerTiers", "open_tiers"]
 logger = logging.getLogger("kvtier.store")
 
 
-def open_tiers(settings: Settings, clock: Clock, files: Files | None = None) -> list[OpenedTier]:
+def open_tiers(
+    settings: Settings, clock: Clock, files: Files | None = None, host_bytes: int | None = None
+) -> list[OpenedTier]:
     """The lower tiers that the settings name, in the order in which they are asked. Blocks as opening each does; raises
-    what that raises, and leaves none open then."""
+    what that raises, and leaves none open then. host_bytes: of the host pool, where that is to be the server's."""
     opened: list[OpenedTier] = []
     try:
         if settings.disk.path:
             opened.append(open_disk(settings.disk, clock, files))
         if settings.server.url:
-            opened.append(open_server(settings.server, clock))
+            opened.append(open_server(settings.server, clock, host_bytes))
         if settings.redis.url:
             opened.append(open_redis(settings.redis, clock))
         _agree(opened)
@@ -68,7 +70,7 @@ class LowerTiers:
     Mutable state: `tiers`, replaced as a whole.
     """
 
-    def __init__(self, host: HostTier, pool: HostPool, stager: Stager, clock: Clock, max_age_s: float) -> None:
+    def __init__(self, host: HostTier, pool: SlotPool, stager: Stager, clock: Clock, max_age_s: float) -> None:
         self._host = host
         self._pool = pool
         self._stager = stager

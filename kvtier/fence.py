@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvtier.pool import Owner
+from kvtier.leases import Lease, Owner
 from kvtier.reasons import DropReason, MissReason
 from kvtier.stage import StageRead
 from kvtier.tiers.host import HostTier
@@ -37,13 +37,26 @@ class Fence:
         finally:
             self._number += 1
 
-    def reserve(self, read: StageRead) -> MissReason | None:
-        """Set a slot aside. Without one, why; None too when the block came to host memory meanwhile."""
-        number = self._number
-        if number % 2:
+    @property
+    def number(self) -> int:
+        """Of resets that began or ended."""
+        return self._number
+
+    def reserve(self, read: StageRead, lease: Lease | None = None, since: int | None = None) -> MissReason | None:
+        """Set a slot aside. Without one, why; None too when the block came to host memory meanwhile.
+
+        lease: of a slot that holds the block already, and the caller's; it is the reservation's, or ends. since: the
+        `number` before that was found out.
+        """
+        number = self._number if since is None else since
+        if number % 2 or number != self._number:
+            if lease is not None:
+                lease.release()
             return MissReason.RESET
         tenant = read.waiters[0][0].tenant  # whose stage asked first
-        reserved = self._host.reserve(read.namespace, read.digest, read.parent, read.nbytes, self._owner, tenant=tenant)
+        reserved = self._host.reserve(
+            read.namespace, read.digest, read.parent, read.nbytes, self._owner, tenant=tenant, lease=lease
+        )
         if isinstance(reserved, DropReason):
             return None if reserved is DropReason.ALREADY_STORED else MissReason.HOST_FULL
         if number != self._number:  # a reset began since, and may have passed here before the slot was taken

@@ -17,7 +17,7 @@ from kvtier.executor import Executor, ThreadExecutor
 from kvtier.keys import BlockDigest, Key, make_key
 from kvtier.metrics import LowerStats, RemoteStats, fields_of
 from kvtier.opened import OpenedTier
-from kvtier.pool import HostPool
+from kvtier.slots import SlotPool
 from kvtier.tiers.base import Tier
 from kvtier.tiers.guarded import GuardedTier
 from kvtier.tiers.host import HostTier
@@ -56,7 +56,7 @@ class LowerTier:
         self,
         opened: OpenedTier,
         host: HostTier,
-        pool: HostPool,
+        pool: SlotPool,
         clock: Clock,
         max_age_s: float,
         executor: Executor | None = None,
@@ -100,12 +100,13 @@ class LowerTier:
             self.tier,
             self.executor,
             clock,
-            max_bytes=pool.buffer.nbytes // QUEUED_SHARE,
+            max_bytes=pool.nbytes // QUEUED_SHARE,
             max_age_s=max_age_s,
             min_uses=limits.min_uses,
             # A rate is kept by waiting on a thread: one waits, and the others are there for reads.
             max_jobs=1 if self._throttle is not None else limits.writers,
-            known=None if self._known is None else self._known.held,
+            # Where it adopts a slot may be freed only once the tier has said that it holds the block.
+            known=None if self._known is None or tier.adopts else self._known.held,
             is_available=lambda: self.is_available,
         )
 

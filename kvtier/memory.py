@@ -10,14 +10,14 @@ import mmap
 import os
 import resource
 import threading
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import ClosedError, ConfigError
 
-__all__ = ["PAGE_BYTES", "MlockPinner", "Pinner", "PoolMemory"]
+__all__ = ["PAGE_BYTES", "HostMemory", "MlockPinner", "Pinner", "PoolMemory"]
 
 PAGE_BYTES = 4096
 CHUNK_BYTES = 16 << 20  # one touch: short enough to stop within tens of milliseconds
@@ -26,6 +26,15 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 MADV_POPULATE_WRITE = 23  # Linux 5.14; makes pages present and writable and leaves their content alone
 
 logger = logging.getLogger("kvtier.memory")
+
+
+class HostMemory(NamedTuple):
+    """What the slots of a host pool lie in, for other processes: a memfd of this one. run: counts the memories that a
+    kvtier-server has had, one after the other, from 1 on; 0: this process's own, which stays."""
+
+    fd: int
+    nbytes: int
+    run: int = 0
 
 
 class Pinner(Protocol):

@@ -11,8 +11,11 @@ from kvtier.clock import Clock
 from kvtier.config import DiskSettings, RedisSettings, ServerSettings
 from kvtier.errors import ConfigError
 from kvtier.keys import Key
+from kvtier.memory import HostMemory
 from kvtier.metrics import DiskStats, LowerStats, RedisStats, ServerStats, fields_of
+from kvtier.slots import SlotPool
 from kvtier.tiers.base import Tier
+from kvtier.tiers.host import HostTier
 from kvtier.tiers.watched import OnGone
 
 if TYPE_CHECKING:
@@ -47,7 +50,8 @@ class OpenedTier:
     tier: owned by whoever gets this. check_block: raises ConfigError for blocks of a length that it can never hold.
     describe: adds to the counts of any tier those that this one has. words: what was found, for the log. on_gone:
     takes a callback for blocks that it gives up by itself. keys: which blocks of a namespace it holds, with parents
-    where these are known, if it can tell.
+    where these are known, if it can tell. host_pool: the slots of host memory, where those are the tier's; serve: has
+    it supply them to the host tier over that pool. host_memory: what they lie in, if it is at hand.
     """
 
     tier: Tier
@@ -57,6 +61,9 @@ class OpenedTier:
     words: str = ""
     on_gone: Callable[[OnGone], object] = lambda _: None
     keys: Callable[[bytes], Sequence[tuple[Key, Key | None]]] = lambda _: ()
+    host_pool: SlotPool | None = None
+    serve: Callable[[HostTier], None] = lambda _: None
+    host_memory: Callable[[], HostMemory | None] = lambda: None
 
 
 def open_disk(settings: DiskSettings, clock: Clock, files: Files | None = None) -> OpenedTier:
@@ -145,9 +152,10 @@ def open_redis(settings: RedisSettings, clock: Clock) -> OpenedTier:
     )
 
 
-def open_server(settings: ServerSettings, clock: Clock) -> OpenedTier:
+def open_server(settings: ServerSettings, clock: Clock, host_bytes: int | None = None) -> OpenedTier:
     """The server tier of these settings. Waits for the server at most `server.timeout_s`; one that does not answer is
-    joined later. Raises ConfigError for settings that can be known to be wrong without it."""
+    joined later. Raises ConfigError for settings that can be known to be wrong without it. host_bytes: as in
+    `ServerTier`."""
     try:
         from kvtier.tiers.server import ServerTier  # and with it msgspec, which few installations have
     except ModuleNotFoundError as error:
@@ -155,7 +163,7 @@ def open_server(settings: ServerSettings, clock: Clock) -> OpenedTier:
             raise
         raise ConfigError("server.url is set, but msgspec is not installed: pip install 'kvtier[server]'") from error
 
-    tier = ServerTier(settings, clock)
+    tier = ServerTier(settings, clock, host_bytes)
 
     def describe(stats: LowerStats) -> ServerStats:
         server = tier.snapshot()
@@ -176,4 +184,7 @@ def open_server(settings: ServerSettings, clock: Clock) -> OpenedTier:
         describe,
         f"{settings.url}, "
         + (f"{tier.snapshot().server}, epoch {tier.epoch}" if tier.is_joined else "which cannot be used yet"),
+        host_pool=tier.host_pool,
+        serve=tier.serve,
+        host_memory=lambda: tier.host_memory,
     )

@@ -12,12 +12,13 @@ import numpy.typing as npt
 from kvtier.decisions import Decision, DecisionLog
 from kvtier.durability import Durability
 from kvtier.keys import BlockDigest, Namespace, make_key
+from kvtier.leases import Lease, Owner
 from kvtier.located import Located
 from kvtier.lower import LowerTier
 from kvtier.membership import Question
 from kvtier.metrics import StoreCounters
-from kvtier.pool import HostPool, Lease, Owner
 from kvtier.reasons import DropReason, MissReason
+from kvtier.slots import SlotPool
 from kvtier.stage import Stage
 from kvtier.staging import Stager
 from kvtier.tickets import Ticket
@@ -43,7 +44,7 @@ class Home(Protocol):
     def host(self) -> HostTier: ...
 
     @property
-    def pool(self) -> HostPool: ...
+    def pool(self) -> SlotPool: ...
 
     @property
     def stager(self) -> Stager: ...
@@ -161,9 +162,18 @@ class Space:
             lower.note_use(self.digest, digests, parent)
 
     def holds(self, digest: BlockDigest) -> bool:
-        """True when the block is in the host tier or being copied there: there is nothing left to store."""
+        """True when the block is in the host tier or being copied there, or in a tier whose memory that is: there is
+        nothing left to store."""
         self._host.check_process()
-        return self._host.state(self.digest, digest) is not None
+        return self._host.state(self.digest, digest) is not None or any(
+            lower.tier.adopts and lower.is_available and lower.holds(self.digest, digest) for lower in self._store.lower
+        )
+
+    @property
+    def gets_room(self) -> bool:
+        """Whether the host pool, when it has no slot, has some in a moment: it is a tier's memory, and that tier is
+        there."""
+        return any(lower.tier.adopts and lower.is_available for lower in self._store.lower)
 
     def reaches(self, digest: BlockDigest) -> bool:
         """True when some tier has the block, or is about to: those that continue it can be restored."""

@@ -12,14 +12,15 @@ from functools import cache, partial
 from kvtier.clock import Clock
 from kvtier.errors import ClosedError
 from kvtier.fence import Fence
-from kvtier.keys import BlockDigest, make_key
+from kvtier.filling import Filler
+from kvtier.keys import BlockDigest
+from kvtier.leases import Owner
 from kvtier.located import Located, Source, is_known, lease_held, locate
 from kvtier.membership import Question
-from kvtier.pool import HostPool, Owner
 from kvtier.readqueue import ReadQueue
 from kvtier.reasons import MissReason
+from kvtier.slots import SlotPool
 from kvtier.stage import Stage, StageRead
-from kvtier.tiers.base import ReadRequest
 from kvtier.tiers.host import HostTier
 
 __all__ = ["Stager"]
@@ -49,7 +50,7 @@ class Stager:
     """
 
     def __init__(
-        self, host: HostTier, pool: HostPool, sources: Sequence[Source], max_inflight_bytes: int, clock: Clock
+        self, host: HostTier, pool: SlotPool, sources: Sequence[Source], max_inflight_bytes: int, clock: Clock
     ) -> None:
         """max_inflight_bytes: read at once from each tier."""
         self._host = host
@@ -57,10 +58,9 @@ class Stager:
         self._sources = tuple(sources)
         self._clock = clock
         self._owner = pool.owner("staging")
-        self.fence = Fence(host, self._owner)
+        self._filler = Filler(host, self._owner)
         self._lock = threading.Lock()
         self._queue = ReadQueue(self._sources, max_inflight_bytes, clock)
-        self._num_reads = 0
         # How many blocks one stage may read: half the pool, so that one prompt never takes all of host memory.
         self._max_blocks_of: Callable[[int], int] = cache(lambda nbytes: pool.capacity_slots(nbytes) // 2)
         self._listeners: list[Callable[[], None]] = []
@@ -77,9 +77,14 @@ class Stager:
         return self._queue.inflight_bytes(source)
 
     @property
+    def fence(self) -> Fence:
+        """For resets."""
+        return self._filler.fence
+
+    @property
     def num_reads(self) -> int:
         """Blocks read so far, well or not."""
-        return self._num_reads
+        return self._filler.num_reads
 
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call back when a stage ended by a read, by a refusal to begin one, or by `close`; on that thread, so be quick
@@ -297,32 +302,13 @@ class Stager:
             return
         try:
             self._pump(JOBS_AT_ONCE)  # before it reads, so that the tier's other threads have work at once
-            self._fill(reads)
+            self._filler.fill(reads)
         except BaseException:
             logger.exception("reading %d blocks from the %s tier failed", len(reads), reads[0].source.tier.name)
             for read in reads:
                 read.failure = MissReason.TIER_ERROR
         self._complete(reads)
         self._pump()
-
-    def _fill(self, reads: Sequence[StageRead]) -> None:
-        failure: MissReason | None = None
-        for read in reads:
-            # Behind a block without a slot, a slot would serve nobody and cost someone's block.
-            failure = read.failure = failure or (MissReason.TIER_DOWN if read.is_replaced else self.fence.reserve(read))
-        filled = [(read, read.reservation) for read in reads if read.reservation is not None]
-        if not filled:
-            return
-        with self._lock:
-            self._num_reads += len(filled)
-        outcomes = reads[0].source.tier.read(
-            [
-                ReadRequest(make_key(read.namespace, read.digest), reservation.lease.view[: read.nbytes])
-                for read, reservation in filled
-            ]
-        )
-        for (read, _), outcome in zip(filled, outcomes, strict=True):
-            read.note_outcome(outcome)
 
     def _complete(self, reads: Sequence[StageRead]) -> None:
         """Reads ended: commit what came, prefix first, and tell the stages. A block whose parent is still being read

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Self
 
 from kvtier.below import LowerTiers, open_tiers
@@ -15,11 +15,12 @@ from kvtier.errors import ClosedError, ConfigError, LayoutError
 from kvtier.executor import Executor
 from kvtier.keys import Namespace
 from kvtier.lower import LowerTier
-from kvtier.memory import Pinner, PoolMemory
+from kvtier.memory import HostMemory, Pinner, PoolMemory
 from kvtier.metrics import DiskStats, RedisStats, ServerStats, StatsSnapshot, StoreCounters
 from kvtier.opened import OpenedTier
 from kvtier.policy import policy_factory
 from kvtier.pool import HostPool
+from kvtier.slots import SlotPool
 from kvtier.space import Lookup, Space
 from kvtier.staging import Stager
 from kvtier.tiers.host import HostTier
@@ -64,7 +65,8 @@ class Store:
         host = settings.host
         memory = memory or MemorySnapshot.read()
         pool_bytes = host.pool_bytes(memory)
-        if pool_bytes * host.workers > memory.available_bytes:
+        has_server_pool = settings.has_server_pool
+        if not has_server_pool and pool_bytes * host.workers > memory.available_bytes:
             logger.warning(
                 "host.size: %d bytes for each of %d workers are more than this machine has available now (%s); "
                 "lower it before the pool fills",
@@ -78,11 +80,19 @@ class Store:
         self._resetting = threading.Lock()  # one after the other: each tier is told every epoch in turn
         self._clock = clock or MonotonicClock()
         self._decisions = DecisionLog(self._clock)
-        opened = open_tiers(settings, self._clock, disk_files)
+        opened = open_tiers(settings, self._clock, disk_files, pool_bytes if has_server_pool else None)
+        self._memory: PoolMemory | None = None
+        self._find_memory: Callable[[], HostMemory | None]
         try:
-            self._memory = PoolMemory(pool_bytes, pin=host.pin, pinner=pinner, touch=touch)
+            home = next((each for each in opened if each.host_pool is not None), None)
+            if home is None:
+                self._memory = PoolMemory(pool_bytes, pin=host.pin, pinner=pinner, touch=touch)
+                own = HostMemory(self._memory.fd, self._memory.nbytes)
+                self._find_memory = lambda: own
+            else:
+                self._find_memory = home.host_memory
             try:
-                self._pool = HostPool(self._memory, host.slab)
+                self._pool = _pool_of(home, self._memory, host.slab)
                 self._host = HostTier(
                     self._pool,
                     policy=policy_factory(host.policy),
@@ -93,12 +103,17 @@ class Store:
                 self._below = LowerTiers(self._host, self._pool, self._stager, self._clock, settings.store.max_age_s)
                 for each in opened:
                     self._below.add(each, disk_executor if each.tier.name == "disk" else None)
+                if home is not None:
+                    home.serve(self._host)
             except BaseException:
-                self._memory.close()
+                if self._memory is not None:
+                    self._memory.close()
                 raise
         except BaseException:
             for each in opened:
                 each.tier.close()
+                if each.host_pool is not None:
+                    each.host_pool.close()
             raise
         self._epoch = max((tier.epoch for tier in self.lower), default=0)
 
@@ -115,8 +130,24 @@ class Store:
         return self._host
 
     @property
-    def pool(self) -> HostPool:
+    def pool(self) -> SlotPool:
         return self._pool
+
+    @property
+    def memory(self) -> PoolMemory:
+        """What the host pool lies in; ConfigError where that is a kvtier-server's: see `host_memory`."""
+        if self._memory is None:
+            raise ConfigError(
+                "host.pool = 'server': there is no memory of this process's own; that needs 'own'"
+            )
+        return self._memory
+
+    @property
+    def host_memory(self) -> HostMemory | None:
+        """Where other processes of this engine find what the host pool's slots lie in. None while there is none: of a
+        kvtier-server that was not reached yet, or is between two runs. It stays what it is while a slot is leased.
+        Waits for nothing."""
+        return self._find_memory()
 
     @property
     def stager(self) -> Stager:
@@ -179,6 +210,7 @@ class Store:
                 )
         for lower in self.lower:
             lower.check_block(namespace.layout.block_bytes)
+        self._pool.expect(namespace.layout.block_bytes)
         return Space(self, namespace)
 
     def reset(self) -> int:
@@ -209,7 +241,7 @@ class Store:
 
     def start_touching(self) -> None:
         """Have the pool's pages made in the background from now on, of a store opened with `touch=False`. Once."""
-        self._memory.start_touching()
+        self.memory.start_touching()
 
     def flush(self, timeout: float) -> int:
         """Wait until every block of host memory that is due below is written, at most `timeout` seconds; how many
@@ -277,3 +309,11 @@ class Store:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _pool_of(home: OpenedTier | None, memory: PoolMemory | None, slab: int) -> SlotPool:
+    """Slots of a tier's memory, or of our own."""
+    if home is not None and home.host_pool is not None:
+        return home.host_pool
+    assert memory is not None
+    return HostPool(memory, slab)

@@ -15,8 +15,8 @@ from kvtier.errors import ClosedError, IntegrityError
 from kvtier.executor import Executor
 from kvtier.keys import BlockDigest, Key, make_key, split_key
 from kvtier.metrics import Ledger
-from kvtier.pool import HostPool
 from kvtier.reasons import DropReason
+from kvtier.slots import SlotPool
 from kvtier.tickets import Ticket
 from kvtier.tiers.base import Tier, WriteOutcome, WriteRequest
 from kvtier.tiers.host import HostTier
@@ -40,7 +40,7 @@ class _Pending(NamedTuple):
 
     def request(self) -> WriteRequest:
         lease, nbytes, ttl_s, checksum = self.held
-        return WriteRequest(self.key, self.parent, lease.view[:nbytes], ttl_s, checksum)
+        return WriteRequest(self.key, self.parent, lease.view[:nbytes], ttl_s, checksum, lease.slot)
 
 
 class WriteBehind:
@@ -60,7 +60,7 @@ class WriteBehind:
     def __init__(
         self,
         host: HostTier,
-        pool: HostPool,
+        pool: SlotPool,
         tier: Tier,
         executor: Executor,
         clock: Clock,
@@ -284,8 +284,7 @@ class WriteBehind:
 
     def _take_queue(self) -> list[_Pending]:
         """All of it, under the lock."""
-        left = list(self._queue)
-        self._queue.clear()
+        left, self._queue = list(self._queue), deque()
         self._queued_bytes -= sum(block.held.nbytes for block in left)
         return left
 
@@ -382,8 +381,9 @@ class WriteBehind:
             outcomes = self._tier.write([item.request() for item in batch])
             if len(outcomes) != len(batch):
                 raise IntegrityError(f"{len(outcomes)} outcomes for {len(batch)} blocks")
-        except BaseException:
-            logger.exception("writing %d blocks to the %s tier failed", len(batch), self._tier.name)
+        except BaseException as error:
+            if not (self._closed and isinstance(error, ClosedError)):
+                logger.exception("writing %d blocks to the %s tier failed", len(batch), self._tier.name)
             outcomes = [WriteOutcome.ERROR] * len(batch)
         written: list[Key] = []
         for block, outcome in zip(batch, outcomes, strict=True):

@@ -19,6 +19,7 @@ from kvtier_connectors.copies import FAILURE_TO_REASON, TRIED_AGAIN, Copying, St
 from kvtier_connectors.due import DuePolicy
 from kvtier_connectors.faults import CAUGHT
 from kvtier_connectors.published import PublishedBlock, PublishedBlocks
+from kvtier_connectors.room import RoomWait
 
 __all__ = ["StoreFlow"]
 
@@ -64,6 +65,7 @@ class StoreFlow:
         self._max_inflight = max_inflight_blocks
         self._clock = clock
         self._report = report
+        self.room = RoomWait(space, clock)
         self._owner = space.owner("stores")
         self._due: OrderedDict[int, PublishedBlock] = OrderedDict()
         self._copying: dict[int, Copying] = {}
@@ -87,6 +89,11 @@ class StoreFlow:
     def num_to_begin(self) -> int:
         """Due blocks whose copies the next plans begin; none while a copy that was given up may yet read its source."""
         return 0 if self._abandoned else len(self._due)
+
+    @property
+    def num_awaited(self) -> int:
+        """Blocks that are being copied, or will be in a moment."""
+        return len(self._copying) + (len(self._due) if self.room.is_worth_it else 0)
 
     def knows_job(self, job_id: int) -> bool:
         return job_id in self._jobs or job_id in self._abandoned
@@ -151,10 +158,15 @@ class StoreFlow:
         return jobs, tuple(fence)
 
     def _begin_due(self, max_copying: int) -> list[CopyJob]:
-        """Begin copies, prefix before tail, until so many are under way."""
+        """Begin copies, prefix before tail, until so many are under way, or slots are yet to come."""
         begun: list[Copying] = []
         while self._due and len(self._copying) < max_copying and not self._abandoned:
-            copying = self._begin(self._due.popitem(last=False)[1])
+            block_id, block = next(iter(self._due.items()))
+            reservation = self._attempt("reserve", self._reserve, block)
+            if reservation is DropReason.HOST_FULL and self.room.note_full():
+                break
+            del self._due[block_id]
+            copying = self._begin(block, reservation)
             if copying is not None:
                 begun.append(copying)
         size = blocks_per_job(self._space.block_bytes)
@@ -235,7 +247,7 @@ class StoreFlow:
         """
         for digest in digests:
             block = self._blocks.find(digest)
-            if block is not None and not self._is_pending(block):
+            if block is not None and not self._is_pending(block) and not self._space.holds(digest):
                 self._blocks.mark_dirty(digest)
 
     def reset(self) -> None:
@@ -313,10 +325,10 @@ class StoreFlow:
             return False
         return self._blocks.is_dirty(block.block_id) or not self._space.holds(block.digest)
 
-    def _begin(self, block: PublishedBlock) -> Copying | None:
-        """Reserve a slot and pin the source, or drop the block with its reason."""
-        reservation = self._attempt("reserve", self._reserve, block)
+    def _begin(self, block: PublishedBlock, reservation: Reservation | DropReason) -> Copying | None:
+        """Pin the source, or drop the block with its reason."""
         if not isinstance(reservation, DropReason):
+            self.room.note_room()
             pinned = self._attempt("pin", self._pool.pin, block.block_id, PIN_HOLDER)
             if pinned is None:
                 copying = self._copying[block.block_id] = Copying(block, reservation)

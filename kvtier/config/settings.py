@@ -130,6 +130,8 @@ def parse_topic(value: object) -> str:
 class HostSettings(Subsystem):
     """The host tier: one mapping of this machine's memory."""
 
+    pool: Literal["own", "server"] = "own"
+    """Whose memory it is: this process's own, or that of the kvtier-server of `server.url`."""
     size: Annotated[int | Literal["auto"], BeforeValidator(parse_host_size)] = "auto"
     """Bytes of the host pool of one engine, or 'auto'."""
     workers: Annotated[int, Field(ge=1)] = 1
@@ -147,7 +149,7 @@ class HostSettings(Subsystem):
     def _check(self) -> HostSettings:
         if self.slab & (self.slab - 1):
             raise ValueError(f"host.slab must be a power of two of at least {PAGE_BYTES}, not {self.slab}")
-        if self.size != "auto" and self.size < self.slab:
+        if self.pool == "own" and self.size != "auto" and self.size < self.slab:
             raise ValueError(
                 f"host.size {self.size} is smaller than one slab: raise host.size, or lower host.slab (now {self.slab})"
             )
@@ -328,3 +330,23 @@ class Settings(Subsystem):
     store: StoreSettings = StoreSettings()
     restore: RestoreSettings = RestoreSettings()
     events: EventSettings = EventSettings()
+
+    @property
+    def has_server_pool(self) -> bool:
+        """Whether host memory is a kvtier-server's; ConfigError for settings that do not go with that."""
+        if self.host.pool == "own":
+            return False
+        if not (self.server.url or "").startswith("kvtier+unix:"):
+            raise ConfigError(
+                "host.pool = 'server' takes the memory of a kvtier-server on this machine: set server.url to its "
+                "socket, as kvtier+unix:///path, or host.pool to 'own'"
+            )
+        if self.host.pin != "off":
+            raise ConfigError(
+                "host.pin is for memory of this process's own: with host.pool = 'server' set it at the server"
+            )
+        if self.host.quotas:
+            raise ConfigError(
+                "host.quotas are for memory of this process's own: with host.pool = 'server' see daemon.tenants"
+            )
+        return True

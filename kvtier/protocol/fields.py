@@ -20,7 +20,8 @@ MAX_MESSAGE_BYTES = 1 << 20
 MAX_HELLO_BYTES = 1 << 12
 """Of a Hello: all that may come from someone who is not yet known."""
 MAX_BLOCKS = 256
-"""That one message reserves, commits, stages or releases: some milliseconds of the server's time."""
+"""That one message reserves, commits, stages or releases, or is granted or publishes: some milliseconds of the
+server's time."""
 MAX_LOOKUP_BLOCKS = 16_384
 """That one message asks for, touches or removes."""
 MAX_WAIT_MS = 600_000
@@ -32,6 +33,7 @@ IdOrNone = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Handle = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 Size = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 BlockBytes = Annotated[int, Meta(ge=1, le=1 << 32)]
+BlockCount = Annotated[int, Meta(ge=1, le=MAX_BLOCKS)]
 Credits = Annotated[int, Meta(ge=1, le=1 << 16)]
 WaitMs = Annotated[int, Meta(ge=0, le=MAX_WAIT_MS)]
 Checksum = Annotated[int, Meta(ge=0)]

@@ -41,7 +41,15 @@ from kvtier.protocol.fields import (
     check_digests,
     check_outcomes,
 )
-from kvtier.protocol.outcomes import CommitOutcome, DurableOutcome, FailureCode, ReserveOutcome, StageOutcome
+from kvtier.protocol.outcomes import (
+    CommitOutcome,
+    DurableOutcome,
+    FailureCode,
+    PublishOutcome,
+    ReserveOutcome,
+    StageOutcome,
+)
+from kvtier.protocol.storing import Abort, Commit, Committed, Grant, Granted, Publish, Published, Reserve, Reserved
 from kvtier.protocol.telling import Tell
 
 __all__ = [
@@ -65,11 +73,16 @@ __all__ = [
     "Epoch",
     "Failed",
     "FailureCode",
+    "Grant",
+    "Granted",
     "Held",
     "Hello",
     "Lookup",
     "Ping",
     "Pong",
+    "Publish",
+    "PublishOutcome",
+    "Published",
     "Release",
     "Remove",
     "Reserve",
@@ -126,46 +139,6 @@ class Lookup(AnyMessage, tag=3, frozen=True):
 
     def __post_init__(self) -> None:
         check_digests(self.digests)
-
-
-class Reserve(AnyMessage, tag=4, frozen=True):
-    """Slots for blocks of `block_bytes`, to be filled and then committed. Answered by Reserved.
-
-    parents: of each block the one before it in its chain, 32 zeros for none. ttl_ms: for how long they are worth
-    keeping; 0: as the server is set.
-    """
-
-    id: Id
-    namespace: NamespaceDigest
-    block_bytes: BlockBytes
-    digests: Digests
-    parents: Digests
-    ttl_ms: Size = 0
-
-    def __post_init__(self) -> None:
-        check_digests(self.digests)
-        check_counts(digests=len(self.digests), parents=len(self.parents))
-
-
-class Commit(AnyMessage, tag=5, frozen=True):
-    """Slots are filled: make the blocks findable, in this order. Answered by Committed once they are.
-
-    checksums: XXH3-64 of each block. Without a mapping the blocks' bytes follow as payload, one behind the other.
-    """
-
-    id: Id
-    reservations: Handles
-    checksums: Checksums
-
-    def __post_init__(self) -> None:
-        check_counts(reservations=len(self.reservations), checksums=len(self.checksums))
-
-
-class Abort(AnyMessage, tag=6, frozen=True):
-    """Nothing writes to these slots any more: they are the server's again. Answered by Done, unless id is 0."""
-
-    id: IdOrNone
-    reservations: Handles
 
 
 class Stage(AnyMessage, tag=7, frozen=True):
@@ -296,31 +269,6 @@ class Held(AnyMessage, tag=67, frozen=True):
     tiers: ManyOutcomes
 
 
-class Reserved(AnyMessage, tag=68, frozen=True):
-    """outcomes: of ReserveOutcome, a byte a block. reservations, offsets: of those that are RESERVED, in their order;
-    an offset is the slot's first byte in the mapping."""
-
-    id: Id
-    outcomes: Outcomes
-    reservations: Handles
-    offsets: Offsets
-
-    def __post_init__(self) -> None:
-        check_outcomes(self.outcomes, ReserveOutcome.FULL)
-        reserved = self.outcomes.count(ReserveOutcome.RESERVED)
-        check_counts(reserved=reserved, reservations=len(self.reservations), offsets=len(self.offsets))
-
-
-class Committed(AnyMessage, tag=69, frozen=True):
-    """outcomes: of CommitOutcome, a byte a block."""
-
-    id: Id
-    outcomes: Outcomes
-
-    def __post_init__(self) -> None:
-        check_outcomes(self.outcomes, CommitOutcome.VOID)
-
-
 class Staged(AnyMessage, tag=70, frozen=True):
     """outcomes: of StageOutcome, a byte a block. leases, offsets, checksums: of those that are OK, in their order;
     of blocks that follow as payload leases and offsets are empty."""
@@ -391,7 +339,22 @@ ClientMessage = (
     | Stats
     | Bye
     | Tell
+    | Grant
+    | Publish
 )
 ServerMessage = (
-    Welcome | Failed | Pong | Held | Reserved | Committed | Staged | Done | Count | Durable | Epoch | StatsAnswer
+    Welcome
+    | Failed
+    | Pong
+    | Held
+    | Reserved
+    | Committed
+    | Staged
+    | Done
+    | Count
+    | Durable
+    | Epoch
+    | StatsAnswer
+    | Granted
+    | Published
 )

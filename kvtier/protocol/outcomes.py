@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CommitOutcome", "DurableOutcome", "FailureCode", "ReserveOutcome", "StageOutcome"]
+__all__ = ["CommitOutcome", "DurableOutcome", "FailureCode", "PublishOutcome", "ReserveOutcome", "StageOutcome"]
 
 
 class FailureCode:
@@ -44,6 +44,21 @@ class CommitOutcome:
     """A stage finds it now."""
     VOID = 1
     """A reset came first, or its time was over: it is not findable."""
+
+
+class PublishOutcome:
+    """Of one block, in `Published.outcomes`."""
+
+    STORED = 0
+    """A stage finds it now, and the client holds a lease of it."""
+    ALREADY_STORED = 1
+    """Host memory holds this block: the slot stays as it was granted."""
+    BEING_STORED = 2
+    """Another client fills it; the slot stays as it was granted."""
+    FULL = 3
+    """A quota leaves no room for it; the slot stays as it was granted."""
+    VOID = 4
+    """No slot for blocks of this length is granted under this number."""
 
 
 class StageOutcome:

@@ -18,8 +18,11 @@ from kvtier.protocol.messages import (
     Done,
     Failed,
     FailureCode,
+    Granted,
     Held,
     Pong,
+    Published,
+    PublishOutcome,
     Reserved,
     ServerMessage,
     StatsAnswer,
@@ -62,6 +65,12 @@ def _splitter(number: int) -> struct.Struct:
 def _split(joined: bytes) -> Sequence[BlockDigest]:
     """Digests that stand one behind the other."""
     return _splitter(len(joined) // DIGEST_BYTES).unpack(joined)
+
+
+def _chained(digests: bytes, parents: bytes) -> list[tuple[BlockDigest, BlockDigest | None]]:
+    """Blocks, each with the one before it."""
+    above = [None if parent == NO_PARENT else parent for parent in _split(parents)]
+    return list(zip(_split(digests), above, strict=True))
 
 
 class Dialogue:
@@ -126,6 +135,10 @@ class Dialogue:
                 self._reserve(message, slots)
             case messages.Stage():
                 self._stage(message, tenant, slots)
+            case messages.Grant():
+                self._grant(message, slots)
+            case messages.Publish():
+                self._publish(message, slots)
             case messages.Release():
                 slots.release(message.leases)
                 self._done(message.id, slots, message.leases)
@@ -134,12 +147,8 @@ class Dialogue:
                 self._done(message.id, slots, message.reservations)
             case messages.Ping():
                 self._answer(Pong(message.id))
-            case messages.Cancel():
-                self._cancel(message.target)
             case messages.Touch():
                 self._touch(message, tenant)
-            case messages.Tell():
-                self._tell(message, tenant)
             case _:
                 self._handle_rare(message, tenant)
         return None
@@ -176,6 +185,10 @@ class Dialogue:
     def _handle_rare(self, message: ClientMessage, tenant: Tenant) -> None:
         hub = self._hub
         match message:
+            case messages.Cancel():
+                self._cancel(message.target)
+            case messages.Tell():
+                self._tell(message, tenant)
             case messages.Remove():
                 digests = _split(message.digests)
                 self._begin(RemovalRequest(message.id, tenant, hub.wake, self._clock, message.namespace, digests))
@@ -203,11 +216,9 @@ class Dialogue:
             self._answer(Held(message.id, held))
 
     def _reserve(self, message: messages.Reserve, slots: Slots) -> None:
-        digests, parents = _split(message.digests), _split(message.parents)
-        above = [None if parent == NO_PARENT else parent for parent in parents]
         given = slots.reserve(
             message.namespace,
-            list(zip(digests, above, strict=True)),
+            _chained(message.digests, message.parents),
             message.block_bytes,
             message.ttl_ms / 1000 or None,
             self._clock.now(),
@@ -216,8 +227,7 @@ class Dialogue:
 
     def _commit(self, message: messages.Commit, payload_bytes: int, slots: Slots) -> Sequence[memoryview] | None:
         handles = message.reservations
-        if not slots.was_given(handles) or len(set(handles)) != len(handles):
-            raise ConfigError("reservations that were never given, or one of them twice")
+        self._check_given(handles, slots)
         if self.is_mapped or not handles:
             self._commit_now(message, slots)
             return None
@@ -235,11 +245,28 @@ class Dialogue:
 
     def _commit_now(self, message: messages.Commit, slots: Slots) -> None:
         outcomes, nbytes = slots.commit(message.reservations, message.checksums if self._settings.checksums else None)
-        counters = self.tenant.store.counters
-        with counters.lock:
-            counters.stored_blocks += outcomes.count(CommitOutcome.STORED)
-            counters.stored_bytes += nbytes
+        self._count_stored(outcomes.count(CommitOutcome.STORED), nbytes)
         self._answer(Committed(message.id, outcomes))
+
+    def _grant(self, message: messages.Grant, slots: Slots) -> None:
+        if not self.is_mapped:
+            raise ConfigError("without a mapping no slot can be filled in place: reserve, then commit")
+        self._answer(Granted(message.id, *slots.grant(message.block_bytes, message.number)))
+
+    def _publish(self, message: messages.Publish, slots: Slots) -> None:
+        if not self.is_mapped:
+            raise ConfigError("without a mapping no slot is granted, and none can be published")
+        self._check_given(message.reservations, slots)
+        outcomes, nbytes = slots.publish(
+            message.namespace,
+            _chained(message.digests, message.parents),
+            message.block_bytes,
+            message.reservations,
+            message.checksums if self._settings.checksums else None,
+            message.ttl_ms / 1000 or None,
+        )
+        self._count_stored(outcomes.count(PublishOutcome.STORED), nbytes)
+        self._answer(Published(message.id, outcomes))
 
     def _stage(self, message: messages.Stage, tenant: Tenant, slots: Slots) -> None:
         digests = _split(message.digests)
@@ -296,6 +323,17 @@ class Dialogue:
         if answer is not None:
             del self._requests[request.id]
             self._send(answer.message, answer.payload, None)
+
+    @staticmethod
+    def _check_given(handles: Sequence[int], slots: Slots) -> None:
+        if not slots.was_given(handles) or len(set(handles)) != len(handles):
+            raise ConfigError("reservations that were never given, or one of them twice")
+
+    def _count_stored(self, blocks: int, nbytes: int) -> None:
+        counters = self.tenant.store.counters
+        with counters.lock:
+            counters.stored_blocks += blocks
+            counters.stored_bytes += nbytes
 
     def _answer(self, message: ServerMessage) -> None:
         self._send(message, (), None)

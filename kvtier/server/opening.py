@@ -99,7 +99,7 @@ def open_tenants(
         except BaseException:
             store.close()
             raise
-        return Tenant(plan.name, store, store.pool.fd, executor)
+        return Tenant(plan.name, store, store.memory.fd, executor)
 
     if len(plans) == 1:
         return [open_one(plans[0])]

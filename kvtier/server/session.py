@@ -72,8 +72,9 @@ class Session:
 
     @property
     def num_reservations(self) -> int:
-        """Slots that it fills now."""
-        return 0 if self._dialogue is None else self._dialogue.slots.num_filling
+        """Slots that it fills now, or was granted to fill."""
+        slots = None if self._dialogue is None else self._dialogue.slots
+        return 0 if slots is None else slots.num_filling + slots.num_granted
 
     @property
     def num_leases(self) -> int:

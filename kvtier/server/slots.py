@@ -12,17 +12,23 @@ from kvtier.errors import IntegrityError
 from kvtier.index import BlockState
 from kvtier.keys import BlockDigest
 from kvtier.pool import Lease
-from kvtier.protocol.messages import CommitOutcome, ReserveOutcome
+from kvtier.protocol.messages import CommitOutcome, PublishOutcome, ReserveOutcome
 from kvtier.reasons import DropReason
 from kvtier.server.peers import Process
 from kvtier.server.quarantine import Quarantine
 from kvtier.server.tenants import Tenant
-from kvtier.tiers.reservation import HeldBlock, Reservation
+from kvtier.tiers.reservation import HeldBlock, PublishedAs, Reservation
 
-__all__ = ["LeasedRun", "Slots", "SlotsGiven"]
+__all__ = ["LeasedRun", "Slots", "SlotsGiven", "SlotsGranted"]
 
 
 RESERVED = int(ReserveOutcome.RESERVED)
+PUBLISHED = {
+    PublishedAs.STORED: PublishOutcome.STORED,
+    PublishedAs.ALREADY_STORED: PublishOutcome.ALREADY_STORED,
+    PublishedAs.BEING_STORED: PublishOutcome.BEING_STORED,
+    PublishedAs.FULL: PublishOutcome.FULL,
+}
 
 
 class _Filled(NamedTuple):
@@ -37,6 +43,13 @@ class SlotsGiven(NamedTuple):
     """A ReserveOutcome a block; handle and offset of each that is RESERVED."""
 
     outcomes: bytes
+    handles: list[int]
+    offsets: list[int]
+
+
+class SlotsGranted(NamedTuple):
+    """Handle and offset of each slot."""
+
     handles: list[int]
     offsets: list[int]
 
@@ -56,6 +69,8 @@ class Slots:
     key is free for others from then on. Without a mapping nobody but the server writes to slots: they are freed at
     once.
 
+    A granted slot is the client's for as long as it likes: no key waits for it. Only with a mapping.
+
     Mutable state: everything but the constructor's arguments.
     """
 
@@ -69,6 +84,7 @@ class Slots:
         self._owner = self._pool.owner(name)
         self._filling: dict[int, _Filled] = {}  # oldest first
         self._void: dict[int, _Filled] = {}
+        self._granted: dict[int, Lease] = {}
         self._found: set[Lease] = set()  # leased, and neither given nor sent yet
         self._leases: dict[int, Lease] = {}
         self._outgoing: deque[list[Lease]] = deque()
@@ -83,8 +99,13 @@ class Slots:
         return len(self._filling)
 
     @property
+    def num_granted(self) -> int:
+        """Slots that it has been granted, and that are no block's."""
+        return len(self._granted)
+
+    @property
     def held_bytes(self) -> int:
-        """Of slots, whole, that are filled, read, sent, waited for or void."""
+        """Of slots, whole, that are filled, granted, read, sent, waited for or void."""
         return self._held_bytes
 
     @property
@@ -156,13 +177,17 @@ class Slots:
         nbytes = sum([reservation.nbytes for reservation in compress(live, stored)])
         if all(stored) and not is_void:
             return bytes([CommitOutcome.STORED]) * len(handles), nbytes
-        self.abort(handles)  # those that were void
+        self._abort(handles)  # those that were void
         outcome = iter(stored)
         are_stored = [each is not None and next(outcome) for each in filled]
         return bytes([CommitOutcome.STORED if each else CommitOutcome.VOID for each in are_stored]), nbytes
 
     def abort(self, handles: Sequence[int]) -> None:
-        """The client writes to these slots no more."""
+        """The client writes to these slots no more, reserved or granted."""
+        self._abort(handles)
+        self.drop([lease for handle in handles if (lease := self._granted.pop(handle, None)) is not None])
+
+    def _abort(self, handles: Sequence[int]) -> None:
         for handle in handles:
             filled = self._filling.pop(handle, None) or self._void.pop(handle, None)
             if filled is not None:
@@ -191,6 +216,47 @@ class Slots:
         if guard is not None:  # else a reset was first: the reservation keeps the slot itself
             self._host.abort(filled.reservation)
         return filled._replace(guard=guard)
+
+    # ---- filled first, then named --------------------------------------------------------------------------------
+
+    def grant(self, nbytes: int, number: int) -> SlotsGranted:
+        """Slots without a name for blocks of `nbytes`, as many of `number` as there is room for, until they are
+        published or aborted. Raises LayoutError for blocks that fit no slab."""
+        room = self._tenant.room(self.holder, self._pool.slot_bytes(nbytes))
+        leases = self._host.grant(nbytes, min(number, room), self._owner)
+        self._hold(sum([lease.nbytes for lease in leases]))
+        handles = self._handles(leases)
+        self._granted.update(zip(handles, leases, strict=True))
+        return SlotsGranted(handles, [lease.offset for lease in leases])
+
+    def publish(
+        self,
+        namespace: bytes,
+        blocks: Sequence[tuple[BlockDigest, BlockDigest | None]],
+        nbytes: int,
+        handles: Sequence[int],
+        checksums: Sequence[int] | None,
+        ttl_s: float | None,
+    ) -> tuple[bytes, int]:
+        """Name granted slots, all different, as blocks, each with the one before it in its chain. A PublishOutcome for
+        each, and the bytes of those that are findable now: the client leases them from here on."""
+        slot_bytes = self._pool.slot_bytes(nbytes)
+        granted = [self._granted.get(handle) for handle in handles]
+        is_there = [lease is not None and lease.nbytes == slot_bytes for lease in granted]
+        published = self._host.publish(
+            namespace,
+            list(compress(blocks, is_there)),
+            [lease for lease in compress(granted, is_there) if lease is not None],
+            nbytes,
+            ttl_s=ttl_s,
+            checksums=None if checksums is None else list(compress(checksums, is_there)),
+        )
+        outcomes = bytearray([PublishOutcome.VOID]) * len(handles)
+        for place, outcome in zip(compress(range(len(handles)), is_there), published, strict=True):
+            outcomes[place] = PUBLISHED[outcome]
+            if outcome is PublishedAs.STORED:
+                self._leases[handles[place]] = self._granted.pop(handles[place])
+        return bytes(outcomes), nbytes * outcomes.count(PublishOutcome.STORED)
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
@@ -226,9 +292,7 @@ class Slots:
 
     def give(self, leases: Sequence[Lease]) -> list[int]:
         """Handles for leased blocks, which the client holds until it releases them."""
-        first = self._next
-        self._next += len(leases)
-        handles = list(range(first, self._next))
+        handles = self._handles(leases)
         self._found.difference_update(leases)
         self._leases.update(zip(handles, leases, strict=True))
         return handles
@@ -263,7 +327,7 @@ class Slots:
 
     def let_go(self) -> None:
         """The client uses no slot any more: what it filled and read is free, and what is still sent stays."""
-        self.abort([*self._filling, *self._void])
+        self.abort([*self._filling, *self._void, *self._granted])
         self.release(list(self._leases))
 
     def end(self, *, clean: bool, quarantine: Quarantine, process: Process | None) -> bool:
@@ -277,15 +341,16 @@ class Slots:
             return False
         for handle in list(self._filling):
             self._void[handle] = self._without_key(self._filling.pop(handle))
-        if not (self._void or self._leases):
+        if not (self._void or self._leases or self._granted):
             self._close()
             return False
         tenant, holder, held_bytes = self._tenant, self.holder, self._held_bytes
         give_back = partial(tenant.hold, holder, -held_bytes)  # after this object's end
-        num_slots = len({lease.slot for lease in (*self._leases.values(), *map(_slot_of, self._void.values()))})
+        kept = (*self._leases.values(), *self._granted.values(), *map(_slot_of, self._void.values()))
+        num_slots = len({lease.slot for lease in kept})
         quarantine.keep(tenant.name, self._owner, num_slots, held_bytes, process, give_back)
-        self._void.clear()
-        self._leases.clear()
+        for table in (self._void, self._granted, self._leases):
+            table.clear()
         self._held_bytes = 0
         return True
 
@@ -295,6 +360,7 @@ class Slots:
             for filled in table.values():
                 self._host.abort(filled.reservation)
             table.clear()
+        self._granted.clear()
         self._leases.clear()
         self._hold(-self._held_bytes)
 
@@ -302,15 +368,22 @@ class Slots:
         """Raises IntegrityError unless bytes and leases add up."""
         filled = [*self._filling.values(), *self._void.values()]
         outgoing = [lease for leases in self._outgoing for lease in leases]
-        held = [*map(_slot_of, filled), *self._leases.values(), *outgoing, *self._found]
+        held = [*map(_slot_of, filled), *self._granted.values(), *self._leases.values(), *outgoing, *self._found]
         if sum(lease.nbytes for lease in held) + self._expected_bytes != self._held_bytes:
             raise IntegrityError(f"{self._owner.name}: {self._held_bytes} bytes counted, other slots held")
         if not all(lease.live for lease in held):
             raise IntegrityError(f"{self._owner.name}: a slot that the client was told of is not held any more")
-        if self._filling.keys() & self._void.keys() or self._leases.keys() & (self._filling.keys() | self._void.keys()):
+        tables = (self._filling, self._void, self._granted, self._leases)
+        if len(set[int]().union(*tables)) < sum(len(table) for table in tables):
             raise IntegrityError(f"{self._owner.name}: a handle stands for two slots")
 
     # ---- inside --------------------------------------------------------------------------------------------------
+
+    def _handles(self, leases: Sequence[Lease]) -> list[int]:
+        """New ones, as many."""
+        first = self._next
+        self._next += len(leases)
+        return list(range(first, self._next))
 
     def _hold(self, nbytes: int) -> None:
         self._held_bytes += nbytes

@@ -9,8 +9,9 @@ from enum import StrEnum
 
 from kvtier.decisions import Decision
 from kvtier.keys import Key
+from kvtier.leases import Lease, Owner
 
-__all__ = ["ReadOutcome", "ReadRequest", "Tier", "TierUsage", "WriteOutcome", "WriteRequest"]
+__all__ = ["Adoption", "ReadOutcome", "ReadRequest", "Tier", "TierUsage", "WriteOutcome", "WriteRequest"]
 
 
 class ReadOutcome(StrEnum):
@@ -46,12 +47,33 @@ class WriteOutcome(StrEnum):
     """The tier was not asked: it is sick, and its breaker is open."""
 
 
+@dataclass(slots=True)
+class Adoption:
+    """In place of a buffer, for a tier that `adopts`: the slot of the host pool in which it has the block.
+
+    owner: of the lease that it sets where the block is OK; the slot is not resident yet. checksum: XXH3-64 of what was
+    stored there, for the tier's own use, or None.
+    """
+
+    nbytes: int
+    owner: Owner
+    lease: Lease | None = None
+    checksum: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """Where a block's bytes should go. `buffer` is as long as the block, writable and contiguous."""
+    """Where a block's bytes should go. `buffer` is as long as the block, writable and contiguous; empty with an
+    `adoption`."""
 
     key: Key
     buffer: memoryview
+    adoption: Adoption | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of the block."""
+        return len(self.buffer) if self.adoption is None else self.adoption.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +88,13 @@ class WriteRequest:
     checksum: int | None = None
     """XXH3-64 of what was stored under the key; None: whatever the buffer holds is. Where it does not match what the
     buffer holds by now, a tier that checks what it reads gives DAMAGED for the block, or does not take it."""
+    slot: int | None = None
+    """Of the host pool, in which the buffer lies: a tier that `adopts` takes it as it is."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the block."""
+        return len(self.buffer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +118,9 @@ class Tier(ABC):
     name: str
     is_remote = False
     """Whether every answer comes from another machine: `contains` too is then for a thread of the tier."""
+
+    adopts = False
+    """Whether the slots of the host pool are its own: then blocks are written and read in place, without a copy."""
 
     keeps_history = False
     """Whether it wants to be told of decisions, for people who ask it why a request was not served."""

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtier.errors import ConfigError, IntegrityError
+from kvtier.leases import Lease
 from kvtier.policy import BUILT_IN, NO_PARENT, EvictionPolicy, GuardedPolicy, PolicyFactory, TailsFirstLRU
-from kvtier.pool import HostPool, Lease
 from kvtier.reasons import DropReason
+from kvtier.slots import SlotPool
 
 __all__ = ["ANY_TENANT", "EvictionOrder"]
 
@@ -56,7 +57,7 @@ class EvictionOrder:
     Mutable state is all below `quotas`; the host tier's lock guards it.
     """
 
-    def __init__(self, pool: HostPool, make_policy: PolicyFactory, quotas: Mapping[str, int]) -> None:
+    def __init__(self, pool: SlotPool, make_policy: PolicyFactory, quotas: Mapping[str, int]) -> None:
         for name, quota in quotas.items():
             if quota < 1:
                 raise ConfigError(f"the quota of tenant {name!r} must be at least 1 byte, not {quota}")

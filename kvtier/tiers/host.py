@@ -9,27 +9,28 @@ from itertools import compress
 from kvtier.errors import ClosedError
 from kvtier.index import BlockState
 from kvtier.keys import BlockDigest, Key, make_key, split_key
-from kvtier.policy import NO_PARENT, PolicyFactory, TailsFirstLRU
-from kvtier.pool import HostPool, Lease, Owner
+from kvtier.leases import Lease, Owner
+from kvtier.policy import PolicyFactory, TailsFirstLRU
 from kvtier.reasons import DropReason
+from kvtier.slots import SlotPool
 from kvtier.tiers.base import ReadOutcome, ReadRequest, Tier, TierUsage, WriteOutcome, WriteRequest
 from kvtier.tiers.eviction import EvictionOrder
 from kvtier.tiers.listeners import OnCommit, OnEvict
-from kvtier.tiers.looking import Looked
+from kvtier.tiers.naming import Named
 from kvtier.tiers.reservation import Eviction, HeldBlock, Phase, Reservation
 
 __all__ = ["HostTier", "OnCommit", "OnEvict"]
 
 RESET_STRETCH = 1024  # blocks forgotten under one hold of the lock: a few milliseconds
-FILLING, COMMITTED, VOID = Phase  # names of this module: an enumeration finds its members slowly
-MAX_GHOSTS = 1 << 17  # about 12 MiB of remembered keys
+FILLING = Phase.FILLING  # a name of this module: an enumeration finds its members slowly
 
 
-class HostTier(Looked, Tier):
+class HostTier(Named, Tier):
     """Owns index and eviction order, and shares the pool with whoever holds leases.
 
     Two ways in: the batch contract of `Tier`, which copies, and reserve / commit / lease, by which a copy fills or
-    reads slots in place. The second never blocks on I/O and serves the engine's thread.
+    reads slots in place, or grant / publish, where it fills them before it is known which blocks they are. The second
+    never blocks on I/O and serves the engine's thread.
 
     Mutable state: index, order, names of slots, ghosts, counters: guarded by `_lock`. Lock order: `_lock`, then the
     pool's. No caller's code runs and no block is copied under either.
@@ -39,7 +40,7 @@ class HostTier(Looked, Tier):
 
     def __init__(
         self,
-        pool: HostPool,
+        pool: SlotPool,
         *,
         policy: PolicyFactory = TailsFirstLRU,
         quotas: Mapping[str, int] | None = None,
@@ -48,13 +49,6 @@ class HostTier(Looked, Tier):
         """quotas: the most bytes of slots that a tenant's blocks may take, by its name; "*": any other's, each.
         keeps_checksums: from its commit on each block has one, where others than us may write to the slots."""
         super().__init__(pool, EvictionOrder(pool, policy, quotas or {}), keeps_checksums=keeps_checksums)
-        self._num_evicted = 0
-        self._copier = pool.owner("host tier copies")
-        self._closed = False
-
-    @property
-    def num_evicted(self) -> int:
-        return self._num_evicted
 
     @property
     def tenant_bytes(self) -> dict[str, int]:
@@ -95,6 +89,7 @@ class HostTier(Looked, Tier):
         *,
         tenant: str = "",
         ttl_s: float | None = None,
+        lease: Lease | None = None,
     ) -> Reservation | DropReason:
         """Set a slot aside for a block of this tenant's, worth keeping for `ttl_s`, evicting others to make room.
 
@@ -102,17 +97,23 @@ class HostTier(Looked, Tier):
         until the reservation ends, so that a long chain never eats its own prefix. On a DropReason nothing changed for
         this block, though others may have been evicted. Raises LayoutError for a block that fits no slab, ClosedError
         for an owner that has ended, ConfigError for a digest of another length than the scheme's.
+
+        lease: of a slot that holds the block already, in place of a free one: it is the reservation's, or ends.
         """
-        self.check_process()
-        make_key(namespace, digest)
-        self._pool.slot_bytes(nbytes)
-        reservation = Reservation(namespace, digest, parent, nbytes)
         evicted: list[Eviction] = []
+        reserved: Reservation | DropReason | None = None
         try:
+            self.check_process()
+            make_key(namespace, digest)
+            self._pool.slot_bytes(nbytes)
             with self._lock:
-                return self._reserve_one(reservation, owner, tenant, ttl_s, evicted)
+                made = Reservation(namespace, digest, parent, nbytes)
+                reserved = self._reserve_one(made, owner, tenant, ttl_s, evicted, lease)
         finally:
+            if lease is not None and not isinstance(reserved, Reservation):
+                lease.release()
             self._tell_evicted(evicted)
+        return reserved
 
     def reserve_all(
         self,
@@ -172,6 +173,18 @@ class HostTier(Looked, Tier):
         finally:
             self._pool.release_all([reservation.lease for reservation in reservations])
         return outcomes
+
+    def forget_slots(self, slots: Sequence[int], is_idle: Callable[[int], bool]) -> None:
+        """Name no block any more in those of these slots that are idle: told as evictions. is_idle: asked under the
+        lock; no slot with a lease is."""
+        gone: list[Eviction] = []
+        with self._lock:
+            for slot in slots:
+                if slot in self._names and is_idle(slot):
+                    space, digest, *_ = self._names[slot]
+                    self._forget(space, digest)
+                    gone.append(Eviction(space, digest))
+        self._tell_evicted(gone)
 
     def share(self, reservation: Reservation, owner: Owner) -> Lease | None:
         """One more lease on a slot that is being filled, for whoever waits for the block; None when it is void."""
@@ -271,7 +284,13 @@ class HostTier(Looked, Tier):
             made._parent_lease = lease
 
     def _reserve_one(
-        self, reservation: Reservation, owner: Owner, tenant: str, ttl_s: float | None, evicted: list[Eviction]
+        self,
+        reservation: Reservation,
+        owner: Owner,
+        tenant: str,
+        ttl_s: float | None,
+        evicted: list[Eviction],
+        given: Lease | None = None,
     ) -> Reservation | DropReason:
         space, parent, nbytes = reservation.namespace, reservation.parent, reservation.nbytes
         if self._closed:
@@ -281,68 +300,21 @@ class HostTier(Looked, Tier):
         above = self._index.slot_of(space, parent) if parent is not None else None
         if above is not None:
             reservation._parent_lease = self._pool.lease(above, owner)
-        lease = self._allocate(nbytes, tenant, owner, partial(self._lease_ended, reservation), evicted)
+        on_end = partial(self._lease_ended, reservation)
+        lease = given or self._allocate(nbytes, tenant, owner, on_end, evicted)
         if isinstance(lease, DropReason):
             self._end_parent_lease(reservation)
             return lease
+        if given is not None:
+            if not self._pool.on_end(given, on_end):  # its owner has ended
+                self._end_parent_lease(reservation)
+                return DropReason.CLOSED
+            self._pool.set_resident(given.slot)
         reservation.lease = lease
         if self._order.has_quotas:
             self._order.claim(lease.slot, lease.nbytes, tenant)
         self._name(reservation, ttl_s)
         return reservation
-
-    def _name(self, reservation: Reservation, ttl_s: float | None) -> None:
-        """It has its slot: from here on the index says so."""
-        space, digest, slot = reservation.namespace, reservation.digest, reservation.lease.slot
-        self._index.reserve(space, digest, slot)
-        self._names[slot] = (space, digest, reservation.nbytes, ttl_s)
-        self._filling[slot] = reservation
-
-    def _allocate(
-        self, nbytes: int, tenant: str, owner: Owner, on_end: Callable[[], None], evicted: list[Eviction]
-    ) -> Lease | DropReason:
-        lease = None
-        while self._order.is_over(nbytes, tenant) or (
-            (lease := self._pool.allocate(nbytes, owner, on_end, resident=True)) is None
-        ):
-            victims = self._order.victims(nbytes, tenant)
-            if isinstance(victims, DropReason):
-                return victims
-            for slot in victims:
-                space, digest, *_ = self._names[slot]
-                self._forget(space, digest)
-                self._ghosts[space + digest] = None
-                evicted.append(Eviction(space, digest))
-            self._num_evicted += len(victims)
-        while len(self._ghosts) > MAX_GHOSTS:
-            self._ghosts.popitem(last=False)
-        return lease
-
-    def _commit_one(self, reservation: Reservation) -> None:
-        space, digest, slot = reservation.namespace, reservation.digest, reservation.lease.slot
-        run = self._index.committed_run(space, [reservation.parent]) if reservation.parent is not None else ()
-        self._index.commit(space, digest)
-        del self._filling[slot]
-        self._order.insert(slot, run[0] if run else NO_PARENT, int.from_bytes(digest[:8]))
-        if self._ghosts:
-            self._ghosts.pop(space + digest, None)
-        reservation._phase = COMMITTED
-
-    def _forget(self, namespace: bytes, digest: BlockDigest) -> None:
-        found = self._index.find(namespace, digest)
-        assert found is not None
-        slot, state = found
-        self._index.remove(namespace, digest)
-        if state is BlockState.COMMITTED:
-            self._order.remove(slot)
-        else:
-            self._filling.pop(slot)._phase = VOID
-        del self._names[slot]
-        if self._checksums:
-            self._checksums.pop(slot, None)
-        if self._order.has_quotas:
-            self._order.disclaim(slot)
-        self._pool.clear_resident(slot)
 
     # ---- outside the lock ----------------------------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from kvtier.errors import IntegrityError
 from kvtier.index import BlockIndex, BlockState
 from kvtier.keys import BlockDigest, Key, split_key
-from kvtier.pool import HostPool
 from kvtier.reasons import MissReason
+from kvtier.slots import SlotPool
 from kvtier.tiers.eviction import EvictionOrder
 from kvtier.tiers.forked import OwnProcess
 from kvtier.tiers.listeners import Listened
@@ -22,7 +22,7 @@ __all__ = ["Looked"]
 class Looked(OwnProcess, Listened):
     """Base of the host tier, which writes them. Mutable state: all of it but the pool, guarded by `_lock`."""
 
-    def __init__(self, pool: HostPool, order: EvictionOrder, *, keeps_checksums: bool) -> None:
+    def __init__(self, pool: SlotPool, order: EvictionOrder, *, keeps_checksums: bool) -> None:
         super().__init__()
         self._pool = pool
         self._order = order

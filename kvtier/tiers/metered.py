@@ -110,6 +110,6 @@ class MeteredTier(TierWrapper):
         moved: ReadOutcome | WriteOutcome,
     ) -> None:
         seconds = self._clock.now() - start
-        told = [(outcome.value, len(request.buffer)) for request, outcome in zip(requests, outcomes, strict=False)]
+        told = [(outcome.value, request.nbytes) for request, outcome in zip(requests, outcomes, strict=False)]
         with self._lock:
             meter.add(seconds, told, moved.value)

@@ -10,7 +10,7 @@ from kvtier.errors import LeaseError
 from kvtier.keys import BlockDigest
 from kvtier.pool import Lease
 
-__all__ = ["Eviction", "HeldBlock", "Phase", "Reservation"]
+__all__ = ["Eviction", "HeldBlock", "Phase", "PublishedAs", "Reservation"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,17 @@ class Phase(Enum):
     FILLING = "filling"
     COMMITTED = "committed"
     VOID = "void"
+
+
+class PublishedAs(Enum):
+    """What became of a block whose slot was filled before it had a name."""
+
+    STORED = "stored"
+    ALREADY_STORED = "already_stored"
+    BEING_STORED = "being_stored"
+    """Another fills a slot for it."""
+    FULL = "full"
+    """Its tenant's quota is used up by what cannot be evicted, or the tier is closed."""
 
 
 FILLING = Phase.FILLING

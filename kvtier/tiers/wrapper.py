@@ -22,6 +22,7 @@ class TierWrapper(Tier):
         self.name = tier.name
         self.is_remote = tier.is_remote
         self.keeps_history = tier.keeps_history
+        self.adopts = tier.adopts
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._inner!r})"

@@ -520,7 +520,7 @@ def test_the_search_finds_containers(open_engine: OpenEngine) -> None:
 def test_after_ten_thousand_requests_ending_in_every_way_every_container_is_bounded(
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.tiers.host.MAX_GHOSTS", 100)
+    monkeypatch.setattr("kvtier.tiers.naming.MAX_GHOSTS", 100)
     monkeypatch.setattr("kvtier_connectors.known.MAX_NOTED", 100)
     monkeypatch.setattr("kvtier.decisions.MAX_DECISIONS", 100)
     rig = open_engine(num_blocks=24, host_blocks=40, max_num_seqs=16, max_batch_tokens=256)

@@ -32,6 +32,7 @@ GIB = 1 << 30
 
 # For each setting: text that the environment may give, its value, and what is refused.
 VALUES: dict[str, tuple[str, object, str]] = {
+    "host.pool": ("server", "server", "shared"),
     "host.size": ("4.1GiB", int(4.1 * GIB), "8GB"),
     "host.workers": ("4", 4, "two"),
     "host.slab": ("128MiB", 128 << 20, "-1"),
@@ -256,7 +257,7 @@ def test_sizes_are_read_to_the_byte(number: int, unit: str, gap: str) -> None:
         ({"host.size": 1 << 20}, ["host.size 1048576 is smaller than one slab", "argument host.size"]),
         ({"host.slab": 3 << 20}, ["host.slab must be a power of two", "argument host.slab"]),
         ({"host.size": GIB, "host": {"size": 2 * GIB}}, ["host.size is set twice"]),
-        ({"host": 3}, ["host = 3", "is a group: set one of host.size"]),
+        ({"host": 3}, ["host = 3", "is a group: set one of host.pool, host.size"]),
         ({"host.slab": 2048}, ["host.slab = 2048", "4096"]),
         (
             {"host.size": GIB, "host.quotas": {"a": "1MiB", "b": "2GiB"}},

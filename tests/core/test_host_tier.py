@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtier.errors import ClosedError, ConfigError, ForkedError, IntegrityError, LayoutError, LeaseError
+from kvtier.frame import payload_checksum
 from kvtier.index import BlockState
 from kvtier.keys import BlockDigest, Key, make_key
 from kvtier.memory import PAGE_BYTES, PoolMemory
@@ -24,9 +26,10 @@ from kvtier.policy import TailsFirstLRU
 from kvtier.pool import HostPool, Lease, Owner
 from kvtier.reasons import DropReason, MissReason
 from kvtier.tiers import host as host_module
+from kvtier.tiers import naming
 from kvtier.tiers.base import ReadOutcome, ReadRequest, WriteOutcome, WriteRequest
 from kvtier.tiers.host import HostTier
-from kvtier.tiers.reservation import Eviction, Reservation
+from kvtier.tiers.reservation import Eviction, PublishedAs, Reservation
 
 SPACE, OTHER = b"a" * 16, b"b" * 16
 SOON_S = 30.0
@@ -260,7 +263,7 @@ def test_the_least_recently_used_gives_way_at_allocation(four: Harness) -> None:
 
 
 def test_evictions_are_remembered_up_to_a_bound(four: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_module, "MAX_GHOSTS", 2)
+    monkeypatch.setattr(naming, "MAX_GHOSTS", 2)
     for number in range(7):
         four.store(number)
     assert [four.tier.why_missing(SPACE, name(number)) for number in range(3)] == [
@@ -644,6 +647,7 @@ class HostTierMachine(RuleBasedStateMachine):
         self.filling: dict[Block, Filling] = {}
         self.void: list[Filling] = []
         self.leases: dict[Lease, tuple[Block, bytes, Owner]] = {}
+        self.granted: dict[Lease, Owner] = {}
         self.ghosts: set[Block] = set()
         self.asking: bytes = SPACE
         self.lives = 0
@@ -711,15 +715,56 @@ class HostTierMachine(RuleBasedStateMachine):
             assert outcome is DropReason.ALREADY_STORED
         elif isinstance(outcome, DropReason):
             assert outcome is DropReason.HOST_FULL
-            kept = [other for other in self.held if self.pages[other[0]] == self.pages[space] and other != parent]
-            assert all(self.is_leased(other) or self.has_child(other) for other in kept), (
-                "full beside an evictable block"
-            )
+            self.nothing_may_go(space, but=parent)
         else:
             self.lives += 1
             data = content((space, number, self.lives), nbytes)
             parent_life = None if parent is None else self.life_of(parent)
             self.filling[block] = Filling(outcome, self.lives, block, data, self.owners[who], parent_life)
+
+    def nothing_may_go(self, space: bytes, but: Block | None = None) -> None:
+        kept = [other for other in self.held if self.pages[other[0]] == self.pages[space] and other != but]
+        assert all(self.is_leased(other) or self.has_child(other) for other in kept), "full beside an evictable block"
+
+    @rule(space=st.sampled_from([SPACE, OTHER]), number=st.integers(1, 3), who=WORKERS)
+    def grant(self, space: bytes, number: int, who: int) -> None:
+        self.asking = space
+        leases = self.tier.grant(self.pages[space] * PAGE_BYTES, number, self.owners[who])
+        if len(leases) < number:
+            self.nothing_may_go(space)
+        self.granted.update(dict.fromkeys(leases, self.owners[who]))
+
+    @precondition(lambda self: self.granted)
+    @rule(data=st.data())
+    def publish(self, data: st.DataObject) -> None:
+        lease = data.draw(st.sampled_from(list(self.granted)))
+        block = data.draw(
+            st.sampled_from([each for each in BLOCKS if self.pages[each[0]] * PAGE_BYTES == lease.nbytes])
+        )
+        space, number = block
+        parent = self.parent_of(block)
+        self.lives += 1
+        filled = content((space, number, self.lives), lease.nbytes)
+        lease.view[:] = filled
+        above = None if parent is None else name(parent[1])
+        (outcome,) = self.tier.publish(space, [(name(number), above)], [lease], lease.nbytes)
+        if block in self.held:
+            assert outcome is PublishedAs.ALREADY_STORED
+        elif block in self.filling:
+            assert outcome is PublishedAs.BEING_STORED
+        else:
+            assert outcome is PublishedAs.STORED
+            parent_life = self.held[parent].life if parent is not None and parent in self.held else None
+            self.held[block] = Held(self.lives, filled, parent_life)
+            self.ghosts.discard(block)
+            self.leases[lease] = (block, filled, self.granted.pop(lease))
+
+    @precondition(lambda self: self.granted)
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        lease = data.draw(st.sampled_from(list(self.granted)))
+        del self.granted[lease]
+        assert lease.release()
 
     @precondition(lambda self: self.filling)
     @rule(data=st.data())
@@ -790,6 +835,7 @@ class HostTierMachine(RuleBasedStateMachine):
         self.filling = {block: item for block, item in self.filling.items() if item.owner is not owner}
         self.void = [item for item in self.void if item.owner is not owner]
         self.leases = {lease: known for lease, known in self.leases.items() if known[2] is not owner}
+        self.granted = {lease: known for lease, known in self.granted.items() if known is not owner}
         self.owners[who] = self.pool.owner("next")
 
     @rule(blocks=st.lists(st.sampled_from(BLOCKS), max_size=4, unique=True))
@@ -1225,3 +1271,210 @@ def test_a_batch_dies_with_its_owner() -> None:
     assert harness.tier.reserve_all(SPACE, [(name(2), None)] * 2, PAGE_BYTES, harness.owner) == [DropReason.CLOSED] * 2
     harness.tier.check_integrity()
     harness.pool.close()
+
+
+# ---- filled first, then named ----------------------------------------------------------------------------------------
+
+
+class Granting(Harness):
+    """Blocks that get their names once their slots are filled."""
+
+    def __init__(self, num_pages: int, slab_pages: int, **options: Any) -> None:
+        super().__init__(num_pages, slab_pages)
+        self.tier = HostTier(self.pool, **options)
+        self.told: list[object] = []
+        self.tier.subscribe(
+            on_evict=lambda gone: self.told.extend(("evict", item.digest) for item in gone),
+            on_commit=lambda keys, came_from: self.told.append((list(keys), came_from)),
+        )
+
+    def grant(self, number: int = 1, pages: int = 1, tenant: str = "") -> list[Lease]:
+        return self.tier.grant(pages * PAGE_BYTES, number, self.owner, tenant=tenant)
+
+    def publish(self, blocks: dict[int, int | None], leases: Sequence[Lease], **options: Any) -> list[PublishedAs]:
+        """Numbers with those of their parents."""
+        for number, lease in zip(blocks, leases, strict=True):
+            lease.view[:] = content(number, lease.nbytes)
+        named = [(name(number), None if above is None else name(above)) for number, above in blocks.items()]
+        outcomes = self.tier.publish(SPACE, named, leases, leases[0].nbytes if leases else PAGE_BYTES, **options)
+        self.tier.check_integrity()
+        return outcomes
+
+
+NEW, ALREADY, BEING, FULL = PublishedAs
+
+
+@pytest.fixture
+def slots() -> Iterator[Granting]:
+    harness = Granting(4, 4)
+    yield harness
+    harness.close()
+
+
+def test_a_granted_slot_is_no_block_until_it_is_published_and_then_is_found_where_it_was_filled(
+    slots: Granting,
+) -> None:
+    leases = slots.grant(2)
+    assert slots.tier.num_blocks == 0
+    assert slots.publish({0: None, 1: 0}, leases) == [NEW, NEW]
+    found = slots.lease(0, 1)
+    assert [lease.slot for lease in found] == [lease.slot for lease in leases]
+    assert [lease.view for lease in found] == [content(0), content(1)]
+    assert all(lease.live for lease in leases)
+
+
+def test_a_published_block_stays_while_it_is_leased_and_goes_after(slots: Granting) -> None:
+    leases = slots.grant(4)
+    slots.publish({0: None, 1: None, 2: None, 3: None}, leases)
+    assert slots.grant() == []
+    leases[2].release()
+    assert len(slots.grant()) == 1
+    assert slots.held(0, 1, 2, 3) == [True, True, False, True]
+
+
+def test_a_grant_takes_what_is_free_then_evicts_the_coldest_and_says_so(slots: Granting) -> None:
+    for number in range(3):
+        slots.store(number)
+    kept = slots.lease(0)
+    slots.told.clear()
+    leases = slots.grant(7)
+    assert len(leases) == 3
+    assert slots.told == [("evict", name(1)), ("evict", name(2))]
+    assert slots.tier.num_evicted == 2
+    assert slots.tier.why_missing(SPACE, name(1)) is MissReason.EVICTED
+    assert slots.held(0) == [True]
+    assert kept[0].live
+
+
+def test_a_slot_that_was_not_published_is_free_once_it_is_released(slots: Granting) -> None:
+    for lease in slots.grant(4):
+        lease.release()
+    assert slots.pool.usage().used_bytes == 0
+    assert len(slots.grant(4)) == 4
+
+
+def test_what_is_there_or_on_its_way_is_not_stored_and_its_slot_keeps_no_name(slots: Granting) -> None:
+    slots.store(0)
+    filling = slots.reserve(1)
+    leases = slots.grant(2)
+    slots.told.clear()
+    assert slots.publish({0: None, 1: None}, leases) == [ALREADY, BEING]
+    assert slots.told == []
+    assert slots.publish({2: None, 3: 2}, leases) == [NEW, NEW]
+    slots.tier.abort(filling)
+    assert slots.held(0, 1, 2, 3) == [True, False, True, True]
+
+
+def test_a_batch_names_each_block_once(slots: Granting) -> None:
+    leases = slots.grant(2)
+    named = [(name(7), None)] * 2
+    assert slots.tier.publish(SPACE, named, leases, PAGE_BYTES) == [NEW, ALREADY]
+
+
+def test_who_listens_is_told_of_what_is_stored_alone_and_may_lease_it(slots: Granting) -> None:
+    slots.store(0)
+    leased: list[Lease] = []
+    writer = slots.pool.owner("write-behind")
+    slots.tier.subscribe(
+        on_commit=lambda keys, _: leased.extend(
+            block.lease
+            for block in slots.tier.lease_blocks([(SPACE, BlockDigest(key[16:])) for key, _ in keys], writer)
+            if block is not None
+        )
+    )
+    slots.told.clear()
+    leases = slots.grant(3)
+    assert slots.publish({0: None, 1: 0, 2: 1}, leases) == [ALREADY, NEW, NEW]
+    keys = [make_key(SPACE, name(number)) for number in (0, 1, 2)]
+    assert slots.told == [([(keys[1], keys[0]), (keys[2], keys[1])], None)]
+    slots.owner.close()
+    assert [lease.view for lease in leased] == [content(1), content(2)]
+    writer.close()
+
+
+def test_chains_that_are_published_go_tails_first(slots: Granting) -> None:
+    leases = slots.grant(4)
+    slots.publish({0: None, 1: 0, 2: 1, 3: 2}, leases)
+    slots.pool.release_all(leases)
+    slots.told.clear()
+    slots.grant(3)
+    assert slots.told == [("evict", name(number)) for number in (3, 2, 1)]
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_checksums_are_kept_as_given_or_summed_up(given: bool) -> None:
+    harness = Granting(4, 4, keeps_checksums=True)
+    harness.store(0)
+    leases = harness.grant(3)
+    assert harness.publish({0: None, 1: None, 2: None}, leases, checksums=[5, 6, 7] if given else None) == [
+        ALREADY,
+        NEW,
+        NEW,
+    ]
+    held = harness.tier.lease_blocks([(SPACE, name(number)) for number in (1, 2)], harness.owner)
+    expected = [6, 7] if given else [payload_checksum(content(number)) for number in (1, 2)]
+    assert [block.checksum for block in held if block is not None] == expected
+    harness.close()
+
+
+def test_no_checksum_is_kept_where_nobody_else_writes(slots: Granting) -> None:
+    slots.publish({0: None}, slots.grant(), checksums=[5], ttl_s=3.0)
+    (held,) = slots.tier.lease_blocks([(SPACE, name(0))], slots.owner)
+    assert held is not None
+    assert (held.checksum, held.ttl_s, held.nbytes) == (None, 3.0, PAGE_BYTES)
+
+
+def test_at_its_quota_a_tenant_publishes_in_place_of_its_own_coldest_and_never_of_the_parent() -> None:
+    harness = Granting(8, 4, quotas={"a": 3 * PAGE_BYTES})
+    leases = harness.grant(5, tenant="a")
+    assert harness.publish({0: None, 1: None, 2: None}, leases[:3], tenant="a") == [NEW] * 3
+    assert harness.publish({3: None}, leases[3:4], tenant="a") == [FULL]  # its own are leased
+    assert harness.publish({10: None}, leases[3:4], tenant="b") == [NEW]
+    harness.pool.release_all(leases[:3])
+    harness.told.clear()
+    assert harness.publish({4: 0}, leases[4:], tenant="a") == [NEW]
+    assert harness.told[0] == ("evict", name(1))
+    assert harness.held(0, 1, 2, 4, 10) == [True, False, True, True, True]
+    assert harness.tier.tenant_bytes == {"a": 3 * PAGE_BYTES, "b": PAGE_BYTES}
+    harness.close()
+
+
+def test_a_closed_tier_grants_and_publishes_nothing(slots: Granting) -> None:
+    leases = slots.grant()
+    slots.tier.close()
+    assert slots.grant() == []
+    assert slots.publish({0: None}, leases) == [FULL]
+
+
+def test_what_is_no_slot_of_a_grant_is_refused_and_nothing_is_stored() -> None:
+    harness = Granting(8, 4)
+    first, second, ended = harness.grant(3)
+    (longer,) = harness.grant(pages=2)
+    harness.publish({0: None}, [first])
+    ended.release()
+    for leases, error in (
+        ([second, first], LeaseError),
+        ([second, ended], LeaseError),
+        ([second, second], LeaseError),
+        ([second, longer], LayoutError),
+    ):
+        with pytest.raises(error):
+            harness.tier.publish(SPACE, [(name(1), None), (name(2), None)], leases, PAGE_BYTES)
+    with pytest.raises(ConfigError):
+        harness.tier.publish(SPACE, [(BlockDigest(b"short"), None)], [second], PAGE_BYTES)
+    with pytest.raises(LayoutError):
+        harness.grant(pages=5)
+    with pytest.raises(ClosedError):
+        harness.tier.grant(PAGE_BYTES, 1, closed_owner(harness))
+    assert harness.held(0, 1, 2) == [True, False, False]
+    assert harness.tier.num_blocks == 1
+    harness.close()
+
+
+def test_a_published_block_that_is_forgotten_keeps_its_bytes_for_the_publisher(slots: Granting) -> None:
+    (lease,) = slots.grant()
+    slots.publish({0: None}, [lease])
+    slots.tier.reset(SPACE)
+    assert slots.held(0) == [False]
+    assert len(slots.grant(4)) == 3
+    assert lease.view == content(0)

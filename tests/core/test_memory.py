@@ -180,7 +180,7 @@ def test_preferred_pinning_refused_goes_on_pageable_with_one_warning(
     pinner = Refuser(granted=granted_chunks * MIB)
     settings = Settings(host=HostSettings(size=8 * MIB, slab=MIB, pin="prefer"))
     with Store(settings, pinner=pinner) as store:
-        assert store.pool.wait_touched(SOON_S)
+        assert store.memory.wait_touched(SOON_S)
         stats = store.stats()
         assert (stats.host_touched_bytes, stats.host_pinned_bytes) == (8 * MIB, granted_chunks * MIB)
         assert store.pool.usage().pinned_bytes == granted_chunks * MIB

@@ -130,6 +130,40 @@ def test_a_slot_that_no_index_names_cannot_be_leased_again(pool: HostPool) -> No
             pool.clear_resident(lease.slot)
 
 
+def test_a_leased_slot_is_made_resident_when_an_index_is_about_to_name_it(pool: HostPool) -> None:
+    owner = pool.owner("test")
+    lease = allocate(pool, 100, owner)
+    pool.set_resident(lease.slot)
+    with pytest.raises(AssertionError, match="is resident"):
+        pool.set_resident(lease.slot)
+    lease.release()
+    assert pool.usage().num_slots_used == 1
+    pool.lease(lease.slot, owner).release()
+    with pytest.raises(AssertionError, match="not leased"):
+        pool.set_resident(lease.slot)
+    pool.clear_resident(lease.slot)
+    assert pool.usage().num_slots_used == 0
+
+
+def test_the_end_of_a_lease_may_be_told_to_who_comes_later(pool: HostPool) -> None:
+    owner = pool.owner("test")
+    ended: list[str] = []
+    lease = allocate(pool, 100, owner)
+    assert pool.on_end(lease, lambda: ended.append("ended"))
+    with pytest.raises(AssertionError, match="told to another"):
+        pool.on_end(lease, lambda: ended.append("twice"))
+    owner.close()
+    assert ended == ["ended"]
+    assert not pool.on_end(lease, lambda: ended.append("late"))
+    assert ended == ["ended"]
+
+
+def test_a_pool_says_how_much_it_has_and_expects_nothing(pool: HostPool) -> None:
+    pool.expect(100)
+    assert pool.nbytes == 32 * KIB
+    assert pool.usage().used_bytes == 0
+
+
 def test_the_end_of_a_lease_is_told_outside_the_pools_lock(pool: HostPool) -> None:
     owner = pool.owner("test")
     used: list[int] = []
@@ -329,6 +363,13 @@ class PoolMachine(RuleBasedStateMachine):
         self.forget(lease)
         assert not lease.release()
 
+    @precondition(lambda self: any(slot.leases and not slot.resident for slot in self.slots.values()))
+    @rule(data=st.data())
+    def set_resident(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(sorted(s for s, m in self.slots.items() if m.leases and not m.resident)))
+        self.pool.set_resident(slot)
+        self.slots[slot].resident = True
+
     @precondition(lambda self: any(slot.resident for slot in self.slots.values()))
     @rule(data=st.data())
     def clear_resident(self, data: st.DataObject) -> None:
@@ -341,6 +382,8 @@ class PoolMachine(RuleBasedStateMachine):
     def owner_dies(self, who: int) -> None:
         owner = self.owners[who]
         owner.close()
+        for free in self.pool._free.values():  # leases end in any order, and the same calls must find the same slots
+            free.sort()
         for lease in [lease for lease, held_by in self.owner_of.items() if held_by is owner]:
             assert not lease.release()
             self.forget(lease)

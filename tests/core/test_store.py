@@ -398,7 +398,7 @@ def start(code: str) -> Iterator[subprocess.Popen[str]]:
 
 def test_a_forked_child_is_refused_and_the_parent_unharmed() -> None:
     code = """
-store.pool.wait_touched(60)
+store.memory.wait_touched(60)
 locks = [store.host._lock, store._counters.lock, store.pool._lock]
 for lock in locks:
     lock.acquire()  # as another thread may have, when the process forks
@@ -452,7 +452,7 @@ def test_a_process_that_never_closes_its_store_ends(code: str, status: int) -> N
 @pytest.mark.bug("HS10")
 def test_a_process_whose_pool_is_still_being_touched_ends() -> None:
     code = """
-store.pool.wait_touched(60)
+store.memory.wait_touched(60)
 begun = threading.Event()
 PoolMemory._populate = lambda *_: begun.set() or threading.Event().wait()
 Store(Settings(host=HostSettings(size=1 << 20, slab=1 << 20)))

@@ -136,6 +136,7 @@ def kind_of(name: str) -> kinds.Type:
     [
         ("Storing", "`Reserved.outcomes`", outcomes.ReserveOutcome),
         ("Storing", "`Committed.outcomes`", outcomes.CommitOutcome),
+        ("Storing from granted slots", "`Published.outcomes`", outcomes.PublishOutcome),
         ("Fetching", "`Staged.outcomes`", outcomes.StageOutcome),
         ("The other requests", "`Durable.lost`", outcomes.DurableOutcome),
     ],

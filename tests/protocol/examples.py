@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from kvtier.protocol import messages as m
-from kvtier.protocol.outcomes import CommitOutcome, DurableOutcome, ReserveOutcome, StageOutcome
+from kvtier.protocol.outcomes import CommitOutcome, DurableOutcome, PublishOutcome, ReserveOutcome, StageOutcome
 
 NAMESPACE = bytes(range(16))
 FIRST = bytes(range(32, 64))
@@ -32,6 +32,11 @@ CLIENT: list[tuple[Any, bytes]] = [
     (m.Stats(13), b""),
     (m.Bye(), b""),
     (m.Tell("chat-7", "admitted", 30, ["host", "disk"], [8, 4], "absent", "", 250, 2000), b""),
+    (m.Grant(14, 2_621_440, 256), b""),
+    (
+        m.Publish(15, NAMESPACE, 2_621_440, [10, 11], BOTH, bytes(32) + FIRST, [0x0123456789ABCDEF, 2**64 - 1], 5000),
+        b"",
+    ),
 ]
 SERVER: list[tuple[Any, bytes]] = [
     (
@@ -62,6 +67,8 @@ SERVER: list[tuple[Any, bytes]] = [
     (m.Durable(300, bytes((DurableOutcome.DURABLE, DurableOutcome.LATE))), b""),
     (m.Epoch(70_000, 12), b""),
     (m.StatsAnswer(13, {"uptime_s": 1.5, "software": "kvtier 0.9", "host": {"blocks": 3}}), b""),
+    (m.Granted(14, [10, 11], [0, 2_621_440]), b""),
+    (m.Published(15, bytes((PublishOutcome.STORED, PublishOutcome.VOID))), b""),
 ]
 
 FRAMES = Path(__file__).with_name("frames.txt")
@@ -103,6 +110,24 @@ def reserves(draw: st.DrawFn) -> m.Reserve:
 def commits(draw: st.DrawFn) -> m.Commit:
     length = draw(st.integers(0, m.MAX_BLOCKS))
     return m.Commit(draw(ids), draw(lists(handles, length)), draw(lists(checksums, length)))
+
+
+@st.composite
+def publishes(draw: st.DrawFn) -> m.Publish:
+    named = draw(digests())
+    before = draw(st.binary(min_size=len(named), max_size=len(named)))
+    length = len(named) // 32
+    sums = draw(lists(checksums, length))
+    nbytes = draw(st.integers(1, 1 << 32))
+    return m.Publish(
+        draw(ids), draw(namespaces), nbytes, draw(lists(handles, length)), named, before, sums, draw(sizes)
+    )
+
+
+@st.composite
+def granted(draw: st.DrawFn) -> m.Granted:
+    length = draw(st.integers(0, m.MAX_BLOCKS))
+    return m.Granted(draw(ids), draw(lists(handles, length)), draw(lists(sizes, length)))
 
 
 @st.composite
@@ -166,6 +191,8 @@ client_messages: st.SearchStrategy[Any] = st.one_of(
         short_texts,
         sizes,
     ),
+    st.builds(m.Grant, ids, st.integers(1, 1 << 32), st.integers(1, m.MAX_BLOCKS)),
+    publishes(),
 )
 server_messages: st.SearchStrategy[Any] = st.one_of(
     st.builds(
@@ -197,4 +224,6 @@ server_messages: st.SearchStrategy[Any] = st.one_of(
         ids,
         st.dictionaries(short_texts, counts | st.dictionaries(short_texts, counts, max_size=3), max_size=5),
     ),
+    granted(),
+    st.builds(m.Published, ids, st.lists(st.integers(0, PublishOutcome.VOID), max_size=16).map(bytes)),
 )

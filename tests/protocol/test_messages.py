@@ -206,6 +206,12 @@ def test_a_field_out_of_its_bounds_is_no_message(message: Any, receiver: Any) ->
         pytest.param([11, NAMESPACE, BOTH[1:], b""], id="touch of part of a digest"),
         pytest.param([11, NAMESPACE, BOTH, b"x"], id="touch after part of a digest"),
         pytest.param([12, 1, NAMESPACE, BOTH[1:], "disk", 0], id="wait for part of a digest"),
+        pytest.param([18, 1, NAMESPACE, 1, [1], BOTH, BOTH, [1], 0], id="publish with a name too many"),
+        pytest.param([18, 1, NAMESPACE, 1, [1], BOTH, BOTH, [1, 1], 0], id="publish with a slot too few"),
+        pytest.param([18, 1, NAMESPACE, 1, [1, 2], FIRST, BOTH, [1, 1], 0], id="publish with a digest too few"),
+        pytest.param([18, 1, NAMESPACE, 1, [1, 2], BOTH, FIRST, [1, 1], 0], id="publish with a parent too few"),
+        pytest.param([18, 1, NAMESPACE, 1, [1, 2], BOTH, BOTH, [1], 0], id="publish with a checksum too few"),
+        pytest.param([18, 1, NAMESPACE, 1, [1], BOTH[:-1], BOTH[:-1], [1], 0], id="publish of part of a digest"),
     ],
 )
 def test_what_does_not_agree_with_itself_is_no_message_of_a_client(array: list[Any]) -> None:
@@ -224,6 +230,8 @@ def test_what_does_not_agree_with_itself_is_no_message_of_a_client(array: list[A
         pytest.param([70, 1, b"\0\0", [1], [0], [1, 1]], id="staged with a lease too few"),
         pytest.param([70, 1, b"\7", [], [], []], id="staged with an unknown outcome"),
         pytest.param([73, 1, b"\3"], id="durable with an unknown outcome"),
+        pytest.param([76, 1, [1, 2], [0]], id="granted with an offset too few"),
+        pytest.param([77, 1, b"\5"], id="published with an unknown outcome"),
     ],
 )
 def test_what_does_not_agree_with_itself_is_no_message_of_the_server(array: list[Any]) -> None:
@@ -237,7 +245,7 @@ def test_who_makes_a_message_that_does_not_agree_with_itself_is_told_at_once() -
         check_outcomes(b"\1\11", m.StageOutcome.FULL)
 
 
-@pytest.mark.parametrize("number", [0, 17, 63, 76, 127, 128, 2**31])
+@pytest.mark.parametrize("number", [0, 19, 63, 78, 127, 128, 2**31])
 def test_an_unknown_type_is_no_message(number: int) -> None:
     for receiver in (receiver_of_client(), receiver_of_server()):
         assert str(number) in is_refused(receiver, frame_of_array([number, 1]))
@@ -315,6 +323,7 @@ def test_the_longest_messages_are_within_the_cap() -> None:
         m.Touch(NAMESPACE, most, FIRST),
         m.Reserve(1, NAMESPACE, 1, few, few),
         m.Commit(1, numbers, numbers),
+        m.Publish(1, NAMESPACE, 1, numbers, few, few, numbers),
     ]
     for message in said:
         listener.hear(frame(message))

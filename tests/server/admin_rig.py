@@ -70,7 +70,7 @@ class RigDaemon:
     """What `Administered` asks for."""
 
     def __init__(self, stores: Mapping[str, Store]) -> None:
-        self.tenants = [Tenant(name, store, store.pool.fd, ManualExecutor()) for name, store in stores.items()]
+        self.tenants = [Tenant(name, store, store.memory.fd, ManualExecutor()) for name, store in stores.items()]
         self.state: State = "serving"
         self.reason = ""
         self.broken: BaseException | None = None

@@ -151,6 +151,32 @@ class Client:
         mine = [n for n, outcome in zip(numbers, reserved.outcomes, strict=True) if not outcome]
         return self.commit(reserved, [content(number, nbytes) for number in mine])
 
+    def grant(self, number: int, nbytes: int = PAGE_BYTES) -> m.Granted:
+        return self.ask(m.Grant(next(self.ids), nbytes, number), m.Granted)
+
+    def publish_message(
+        self, handles: Sequence[int], numbers: Sequence[int], nbytes: int = PAGE_BYTES, **changes: Any
+    ) -> m.Publish:
+        fields: dict[str, Any] = {
+            "id": next(self.ids),
+            "namespace": SPACE,
+            "block_bytes": nbytes,
+            "reservations": list(handles),
+            "digests": joined(numbers),
+            "parents": b"".join(digest(number - 1) if number else bytes(DIGEST_BYTES) for number in numbers),
+            "checksums": [payload_checksum(content(number, nbytes)) for number in numbers],
+        }
+        return m.Publish(**(fields | changes))
+
+    def publish(
+        self, granted: m.Granted, numbers: Sequence[int], nbytes: int = PAGE_BYTES, **changes: Any
+    ) -> list[int]:
+        """Fill granted slots, and name them; the PublishOutcomes."""
+        for offset, number in zip(granted.offsets, numbers, strict=True):
+            self.fill(offset, content(number, nbytes))
+        message = self.publish_message(granted.reservations, numbers, nbytes, **changes)
+        return list(self.ask(message, m.Published).outcomes)
+
     def stage_message(self, numbers: Sequence[int], max_wait_ms: int = 1000, **changes: Any) -> m.Stage:
         fields: dict[str, Any] = {
             "id": next(self.ids),
@@ -213,7 +239,7 @@ class Rig:
             clock=self.clock,
             disk_executor=None if self.disk is None else ManualExecutor(),
         )
-        return Tenant(name, store, store.pool.fd, ManualExecutor())
+        return Tenant(name, store, store.memory.fd, ManualExecutor())
 
     def tenant(self, client: Client) -> Tenant:
         return next(each for each in self.tenants if each.name == client.session.tenant_name)

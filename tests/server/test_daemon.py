@@ -422,6 +422,62 @@ def test_who_hangs_up_and_lives_keeps_its_slots_from_others(directory: Path) -> 
         assert good.ask(m.Stats).stats["quarantine"]["slots"] == 1
 
 
+GRANTED = """
+import os, sys
+from pathlib import Path
+from tests.server.daemon_rig import BLOCK_BYTES, NAMESPACE, Client, make_blocks
+from kvtier.frame import payload_checksum
+from kvtier.protocol import messages as m
+client = Client.unix(Path(sys.argv[1]))
+client.hello(wants_mapping=True)
+granted = client.ask(m.Grant, BLOCK_BYTES, 4)
+((digest, block),) = make_blocks(77, 1).items()
+os.pwrite(client.fds[0], block, granted.offsets[0])
+named = granted.reservations[:1], digest, bytes(32), [payload_checksum(block)]
+assert client.ask(m.Publish, NAMESPACE, BLOCK_BYTES, *named).outcomes == bytes([m.PublishOutcome.STORED])
+print(*granted.offsets, flush=True)
+os.kill(os.getpid(), int(sys.argv[2]))
+"""
+
+
+@pytest.mark.bug("LK10", "HS17")
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_who_dies_or_stops_with_granted_slots_leaves_its_blocks_to_all_and_its_slots_to_nobody(
+    directory: Path, how: signal.Signals
+) -> None:
+    blocks = make_blocks(77, 1)
+    grace_s = 600 if how == signal.SIGKILL else 0
+    settings = {"host.size": "2MiB", "daemon.dma_grace_s": grace_s}
+    with ServerProcess(directory, settings) as server, server.connect() as good:
+        good.hello(wants_mapping=True)
+        command = [sys.executable, "-c", GRANTED, str(server.socket), str(int(how))]
+        client = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        try:
+            assert client.stdout is not None
+            offsets = set(map(int, client.stdout.readline().split()))
+            assert len(offsets) == 4
+
+            def held() -> tuple[object, object]:
+                stats = good.ask(m.Stats).stats
+                return stats["leases"], stats["quarantine"]["slots"]
+
+            expected = (4, 4 if how == signal.SIGKILL else 0)
+            wait_for("what it held", lambda: held() == expected)
+            assert good.fetch(list(blocks)) == list(blocks.values())
+            digests = b"".join(make_blocks(1000, 60))
+            taken = good.ask(m.Reserve, NAMESPACE, BLOCK_BYTES, digests, bytes(len(digests)))
+            assert taken.offsets
+            assert not offsets & set(taken.offsets)
+            good.ask(m.Abort, taken.reservations)
+            client.kill()
+            if not grace_s:
+                wait_for("nothing held", lambda: held() == (0, 0))
+                assert good.fetch(list(blocks)) == list(blocks.values())
+        finally:
+            client.kill()
+            client.communicate()
+
+
 @pytest.mark.bug("HS17")
 def test_who_hangs_up_within_a_payload_leaves_the_key_to_others(directory: Path) -> None:
     with Daemon(settings_for(directory)) as daemon, Client.unix(directory / "kv.sock") as good:

@@ -60,7 +60,7 @@ def test_welcome_says_what_the_client_must_know(rig: Rig) -> None:
     client.say(hello(5, [1, 7]))
     heard = client.heard.popleft()
     pool = rig.store.pool
-    assert heard.fd == pool.fd
+    assert heard.fd == rig.store.memory.fd
     assert isinstance(heard.message, m.Welcome)
     assert heard.message == m.Welcome(
         id=5,

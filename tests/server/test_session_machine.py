@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvtier.frame import payload_checksum
 from kvtier.index import BlockState
 from kvtier.memory import PAGE_BYTES
-from kvtier.pool import HostPool
 from kvtier.protocol import messages as m
+from kvtier.slots import SlotPool
 from tests.server.session_rig import SPACE, TOKEN, Client, FakeProcess, Rig, content, digest, joined
 
 BLOCKS = 12
@@ -33,12 +33,13 @@ class Known:
     client: Client
     is_mapped: bool
     reserved: dict[int, tuple[int, int]] = field(default_factory=dict)  # handle: number, offset
+    granted: dict[int, int] = field(default_factory=dict)  # handle: offset
     leased: dict[int, tuple[int, int]] = field(default_factory=dict)
     asked: dict[int, Sequence[int]] = field(default_factory=dict)  # stages by id
     others: set[int] = field(default_factory=set)  # requests by id
 
     @property
-    def pool(self) -> HostPool:
+    def pool(self) -> SlotPool:
         return self.client.rig.tenant(self.client).store.pool
 
 
@@ -49,7 +50,7 @@ class Sessions(RuleBasedStateMachine):
         path = Path(self.directory.name)
         self.rig = Rig(BLOCKS, disk=path, daemon={"credits": 6}, token_file=path / "token")
         self.clients = [Known(client, is_mapped=True) for client in (self.rig.unix(), self.rig.unix())]
-        self.gone: list[tuple[HostPool, Known]] = []  # without a word, and still alive
+        self.gone: list[tuple[SlotPool, Known]] = []  # without a word, and still alive
 
     # ---- who comes and goes ----------------------------------------------------------------------------------------
 
@@ -150,6 +151,56 @@ class Sessions(RuleBasedStateMachine):
         known.client.say(m.Abort(0, handles))
         for handle in handles:
             del known.reserved[handle]
+
+    @precondition(lambda self: self.clients)
+    @rule(place=nth, number=st.integers(1, 4))
+    def grant(self, place: int, number: int) -> None:
+        known = self.known(place)
+        if not self.has_credit(known):
+            return
+        self.hear(known)
+        if not known.is_mapped:
+            failed = known.client.ask(m.Grant(next(known.client.ids), PAGE_BYTES, number), m.Failed)
+            assert failed.code == m.FailureCode.INVALID
+            return
+        granted = known.client.grant(number)
+        known.granted.update(zip(granted.reservations, granted.offsets, strict=True))
+
+    @precondition(lambda self: self.clients)
+    @rule(place=nth, blocks=some_blocks)
+    def publish(self, place: int, blocks: list[int]) -> None:
+        """Blocks in granted slots, one more than there are, if it can be, in a slot of another kind."""
+        known = self.known(place)
+        if not self.has_credit(known) or not known.granted:
+            return
+        self.hear(known)
+        others = [*known.reserved, *known.leased]
+        pairs = dict(zip([*known.granted, *others[:1]], blocks, strict=False))
+        for handle, number in pairs.items():
+            if handle in known.granted:
+                known.client.fill(known.granted[handle], content(number))
+        message = known.client.publish_message(list(pairs), list(pairs.values()))
+        published = known.client.ask(message, m.Published)
+        for (handle, number), outcome in zip(pairs.items(), published.outcomes, strict=True):
+            assert (outcome == m.PublishOutcome.VOID) == (handle not in known.granted)
+            if outcome == m.PublishOutcome.STORED:
+                known.leased[handle] = number, known.granted.pop(handle)
+                assert known.client.lookup([number]) == [1]
+
+    @precondition(lambda self: self.clients)
+    @rule(place=nth, blocks=some_blocks)
+    def store_from_granted_slots(self, place: int, blocks: list[int]) -> None:
+        self.grant(place, len(blocks))
+        self.publish(place, blocks)
+
+    @precondition(lambda self: self.clients)
+    @rule(place=nth, count=st.integers(1, 4))
+    def give_back_granted_slots(self, place: int, count: int) -> None:
+        known = self.known(place)
+        handles = [*list(known.granted)[:count], *list(known.leased)[:1]]  # of the second nothing comes
+        known.client.say(m.Abort(0, handles))
+        for handle in handles:
+            known.granted.pop(handle, None)
 
     @precondition(lambda self: self.clients)
     @rule(place=nth, blocks=some_blocks, max_wait_ms=st.sampled_from([0, 10, 5000]), inline=st.booleans())
@@ -270,7 +321,7 @@ class Sessions(RuleBasedStateMachine):
         everyone = [*self.gone, *((known.pool, known) for known in self.clients)]
         for pool, known in everyone:
             if known.is_mapped:
-                for _, offset in known.reserved.values():
+                for offset in [*(offset for _, offset in known.reserved.values()), *known.granted.values()]:
                     pool.buffer[offset : offset + PAGE_BYTES] = memoryview(GARBAGE)
             for number, offset in known.leased.values():
                 assert pool.buffer[offset : offset + PAGE_BYTES].tobytes() == content(number)
@@ -299,6 +350,7 @@ class Sessions(RuleBasedStateMachine):
     def teardown(self) -> None:
         for known in self.clients:
             known.client.say(m.Bye())
+            known.client.take_payloads()  # until then what is sent is kept, whatever it said
         for _, known in self.gone:
             assert isinstance(known.client.peer.process, FakeProcess)
             known.client.peer.process.dead = True

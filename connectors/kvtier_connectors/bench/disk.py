@@ -85,7 +85,7 @@ class DiskBench:
             restore=RestoreSettings(max_wait_s=TIMEOUT_S),
         )
         self.store = Store(settings, disk_files=files)
-        self.store.pool.wait_touched(TIMEOUT_S)
+        self.store.memory.wait_touched(TIMEOUT_S)
         self.space = self.store.open_space(Namespace("kvtier bench", "", layout, "all", Shard(0, 1)))
         self._queued_bytes = self.store.pool.buffer.nbytes // 8  # half of what write-behind takes before it drops
         self._run = 0

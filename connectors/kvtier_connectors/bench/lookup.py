@@ -34,7 +34,7 @@ def lookup_figures(runs: int, num_tokens: int) -> Iterator[Figure]:
     with Store(settings) as store:
         space = store.open_space(Namespace("kvtier bench", "", LAYOUT, "all", Shard(0, 1)))
         _fill(space, array)
-        store.pool.wait_touched(60.0)
+        store.memory.wait_touched(60.0)
         data = array.astype("<u4").tobytes()
         prompts: list[tuple[str, Tokens]] = [("lookup.array", array), ("lookup.list", array.tolist())]
         for name, tokens in prompts:

@@ -35,7 +35,7 @@ def peak_memory_figure(shape: str, layout: KVLayout, runs: int, moved_bytes: int
     namespace = Namespace("kvtier bench", "", layout, "all", Shard(0, 1))
     with ToyEngine(Store(Settings(host=HostSettings(size=size))), namespace, num_blocks, num_blocks) as engine:
         engine.memory[:] = 1
-        engine.store.pool.wait_touched(TOUCH_TIMEOUT_S)
+        engine.store.memory.wait_touched(TOUCH_TIMEOUT_S)
         pools = engine.memory.nbytes + engine.store.pool.usage().reserved_bytes
         before = _reset_peak()
         for _ in range(runs):

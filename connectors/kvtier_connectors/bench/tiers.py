@@ -75,7 +75,7 @@ def _copy_figures(shape: str, layout: KVLayout, runs: int, slow_runs: int, sizes
     pool = _EnginePool(layout, sizes.moved_bytes)
     settings = _settings_for(layout, pool.num_blocks)
     with Store(settings) as store:
-        store.pool.wait_touched(COPY_TIMEOUT_S)
+        store.memory.wait_touched(COPY_TIMEOUT_S)
         space = _open(store, layout)
         offsets = _slots(space, pool.num_blocks, space.owner("bench"))
         slots = [space.buffer[offset : offset + pool.block_bytes] for offset in offsets]

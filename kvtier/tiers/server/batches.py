@@ -9,8 +9,12 @@ import numpy as np
 
 from kvtier.keys import DIGEST_BYTES, KEY_BYTES, NAMESPACE_BYTES, Key
 from kvtier.protocol.messages import MAX_BLOCKS, MAX_LOOKUP_BLOCKS
+from kvtier.tiers.base import WriteRequest
 
-__all__ = ["Batch", "Lookups", "batch_bytes", "batches", "digests_of", "lookups"]
+__all__ = ["BATCH_BYTES", "Batch", "Lookups", "batch_bytes", "batches", "digests_of", "lookups", "parents_of", "ttl_ms"]
+
+MAX_TTL_MS = (1 << 63) - 1
+NO_PARENT = bytes(DIGEST_BYTES)
 
 BATCH_BYTES = 16 << 20
 """Of blocks that one message reserves or stages, unless one block is longer: while one batch is copied the server
@@ -80,3 +84,13 @@ def digests_of(keys: Iterable[Key]) -> bytes:
     digests = b"".join([key[NAMESPACE_BYTES:] for key in keys])
     assert len(digests) % DIGEST_BYTES == 0
     return digests
+
+
+def parents_of(requests: Iterable[WriteRequest]) -> bytes:
+    """As messages carry them."""
+    return b"".join([NO_PARENT if each.parent is None else each.parent[NAMESPACE_BYTES:] for each in requests])
+
+
+def ttl_ms(request: WriteRequest) -> int:
+    """As messages carry it."""
+    return 0 if request.ttl_s is None else max(1, int(min(request.ttl_s * 1000, MAX_TTL_MS)))

@@ -9,7 +9,7 @@ from kvtier.decisions import MAX_NAME, Decision
 from kvtier.keys import Key
 from kvtier.protocol.messages import Count, Held, Lookup, Remove, Tell, Touch
 from kvtier.tiers.base import ReadOutcome, ReadRequest, WriteOutcome, WriteRequest
-from kvtier.tiers.server.batches import Batch, Lookups, batch_bytes, batches, lookups
+from kvtier.tiers.server.batches import Batch, Lookups, batch_bytes, batches, lookups, ttl_ms
 from kvtier.tiers.server.calls import Caller
 from kvtier.tiers.server.connection import Connection
 from kvtier.tiers.server.failures import ServerError
@@ -18,7 +18,6 @@ from kvtier.tiers.server.storing import Storing
 
 __all__ = ["Blocks"]
 
-MAX_TTL_MS = (1 << 63) - 1
 FIRST_PAUSE_S = 0.001
 LONGEST_PAUSE_S = 0.05
 PATIENCE_SHARE = 0.5
@@ -153,7 +152,7 @@ class Blocks:
     ) -> None:
         """Blocks that another client stores are asked for again."""
         for _ in self._turns(deadline):
-            blocks = [(i, requests[i].key, requests[i].buffer.nbytes, _ttl_ms(requests[i])) for i in positions]
+            blocks = [(i, requests[i].key, requests[i].buffer.nbytes, ttl_ms(requests[i])) for i in positions]
             some, too_long = _split(connection, blocks)
             for position in too_long:
                 storing.outcomes[position] = WriteOutcome.FULL
@@ -191,10 +190,6 @@ def _split(connection: Connection, blocks: Sequence[tuple[int, Key, int, int]]) 
     most_at_once = min(most, batch_bytes(connection.welcome.capacity_bytes))
     some = batches([block for block in blocks if block[2] <= most], most_at_once)
     return [*some], [block[0] for block in blocks if block[2] > most]
-
-
-def _ttl_ms(request: WriteRequest) -> int:
-    return 0 if request.ttl_s is None else max(1, int(min(request.ttl_s * 1000, MAX_TTL_MS)))
 
 
 def _told(decision: Decision) -> Tell:

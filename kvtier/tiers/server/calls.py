@@ -49,12 +49,18 @@ class Caller:
     def connection(self, deadline: float) -> Iterator[Connection]:
         """For one call alone. Raises a ServerError, which was counted and told; ClosedError where it is that the tier
         was closed."""
-        try:
+        with self.noting():
             connection = self._pool.acquire(deadline)
             try:
                 yield connection
             finally:
                 self._pool.release(connection)
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """A ServerError within is counted and told; ClosedError in its place where it is that the tier was closed."""
+        try:
+            yield
         except ServerError as error:
             if self.closing.is_set():
                 raise ClosedError("the server tier is closed") from error

@@ -162,10 +162,11 @@ class Connection:
         """End what is under way on it, from another thread."""
         self._channel.shut()
 
-    def close(self) -> None:
-        """Leave, and say so: nothing here reads or writes a slot any more. The mapping is the caller's to release."""
+    def close(self, *, farewell: bool = True) -> None:
+        """Leave, and say so: nothing here reads or writes a slot any more; farewell: whether that is true. The mapping
+        is the caller's to release."""
         self.is_broken = True
-        if self.is_welcome:
+        if self.is_welcome and farewell:
             self._channel.farewell(pack(Bye()))
         self._receiver.close()
         self._channel.close()

@@ -11,8 +11,8 @@ from kvtier.frame import payload_checksum
 __all__ = ["as_bytes", "checksum", "copy_checked", "copy_in"]
 
 CHUNK_BYTES = 1 << 20
-"""Of a copy, hashed while it is in a shared cache. Shorter ones would be in a core's own, and cost more than that gains:
-memory is copied at up to twice the speed where a copy is too long for the caches."""
+"""Of a copy, hashed while it is in a shared cache. Shorter ones would be in a core's own, and cost more than that
+gains: memory is copied at up to twice the speed where a copy is too long for the caches."""
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -14,12 +14,12 @@ from kvtier.tiers.server.connection import Connection
 from kvtier.tiers.server.copies import as_bytes, checksum, copy_checked
 from kvtier.tiers.server.failures import RefusedError
 
-__all__ = ["Fetching"]
+__all__ = ["READ_OUTCOMES", "Fetching", "wait_ms"]
 
 ANSWER_SHARE = 0.8
 """Of the time that is left the server may take so much: the rest is for its answer, and the copies."""
 
-_OUTCOMES = {
+READ_OUTCOMES = {
     StageOutcome.MISS: ReadOutcome.MISS,
     StageOutcome.DAMAGED: ReadOutcome.DAMAGED,
     StageOutcome.ERROR: ReadOutcome.ERROR,
@@ -28,6 +28,11 @@ _OUTCOMES = {
     StageOutcome.TIMEOUT: ReadOutcome.REFUSED,
     StageOutcome.FULL: ReadOutcome.REFUSED,
 }
+
+
+def wait_ms(left_s: float) -> int:
+    """How long the server may wait for its lower tiers, of the seconds that a call has left."""
+    return max(0, min(MAX_WAIT_MS, int(left_s * 1000 * ANSWER_SHARE)))
 
 
 class Fetching:
@@ -66,8 +71,7 @@ class Fetching:
 
     def _stage(self, batch: Batch) -> int:
         digests = digests_of(self._requests[i].key for i in batch.positions)
-        left_ms = (self._deadline - self._clock.now()) * 1000
-        wait_ms = max(0, min(MAX_WAIT_MS, int(left_ms * ANSWER_SHARE)))
+        max_wait_ms = wait_ms(self._deadline - self._clock.now())
         inline = self._connection.mapping is None
         is_summed = inline and self._connection.welcome.checksums
         positions: list[int] = []
@@ -91,7 +95,7 @@ class Fetching:
                 self._sums[positions[i]] = checksum(self._requests[positions[i]].buffer)
 
         return self._connection.ask(
-            lambda number: Stage(number, batch.namespace, batch.block_bytes, digests, b"", wait_ms, inline),
+            lambda number: Stage(number, batch.namespace, batch.block_bytes, digests, b"", max_wait_ms, inline),
             Staged,
             place,
             sum_up if is_summed else None,
@@ -110,7 +114,7 @@ class Fetching:
             return []
         for position, outcome in zip(batch.positions, answer.outcomes, strict=True):
             if outcome != StageOutcome.OK:
-                self.outcomes[position] = _OUTCOMES[outcome]
+                self.outcomes[position] = READ_OUTCOMES[outcome]
             if outcome == StageOutcome.FULL:
                 self.no_room.append(position)
         return self._slots.pop(number)

@@ -14,10 +14,11 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.errors import IntegrityError
+from kvtier.errors import ClosedError, IntegrityError
 from kvtier.memory import MADV_POPULATE_WRITE
+from kvtier.tiers.server.addresses import Addresses
 
-__all__ = ["Mapping", "MappingError", "Mappings"]
+__all__ = ["Mapping", "MappingBusyError", "MappingError", "Mappings"]
 
 logger = logging.getLogger("kvtier.server")
 
@@ -34,6 +35,10 @@ class MappingError(Exception):
     """A descriptor that must not be mapped; the text says why."""
 
 
+class MappingBusyError(Exception):
+    """It cannot be mapped now; the text says why."""
+
+
 class Mapping:
     """Memory of one run of the server, shared with it and with every process of the same tenant.
 
@@ -43,18 +48,32 @@ class Mapping:
     Mutable state: `_is_present`, of which both write nothing but ones.
     """
 
-    def __init__(self, identity: tuple[int, int], fd: int, nbytes: int) -> None:
+    def __init__(self, identity: tuple[int, int], fd: int, nbytes: int, addresses: Addresses | None = None) -> None:
+        """addresses: where it is to be; None: anywhere."""
         self.identity = identity
         """Of the file: another run of the server has another."""
         self.nbytes = nbytes
         self.num_users = 0
+        self._addresses = addresses
+        self._map: mmap.mmap | None = None
+        self.fd: int | None = None
+        """For other processes of ours, where it is at addresses set aside; closed with it."""
         try:
-            self._map = mmap.mmap(fd, nbytes)
-            # A child has no use for it, and must not write there: its stores would be nobody's.
-            self._map.madvise(mmap.MADV_DONTFORK)
+            if addresses is not None:
+                self.fd = os.dup(fd)
+                addresses.place(fd, nbytes)
+            else:
+                self._map = mmap.mmap(fd, nbytes)
+                # A child has no use for it, and must not write there: its stores would be nobody's.
+                self._map.madvise(mmap.MADV_DONTFORK)
         except (OSError, ValueError, OverflowError) as error:
+            self.close_fd()
             raise MappingError(f"its memory of {nbytes} bytes cannot be mapped here: {error}") from error
-        self.buffer: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+        self.buffer: npt.NDArray[np.uint8]
+        if addresses is not None:
+            self.buffer = addresses.buffer[:nbytes]
+        elif self._map is not None:
+            self.buffer = np.frombuffer(self._map, np.uint8)
         self._address = int(self.buffer.ctypes.data)
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._is_present = bytearray(-(-nbytes // GRANULE_BYTES))
@@ -112,24 +131,46 @@ class Mapping:
         failed = self._libc.mincore(ctypes.c_void_p(self._address + start), ctypes.c_size_t(nbytes), pages)
         return not failed and all(page & 1 for page in pages)
 
-    def unmap(self) -> None:
-        """Nobody uses it any more."""
+    def stop(self) -> None:
+        """Fetch nothing ahead any more."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
+
+    def close_fd(self) -> None:
+        """No other process is to map it any more. Idempotent."""
+        fd, self.fd = self.fd, None
+        if fd is not None:
+            os.close(fd)
+
+    def leave(self) -> None:
+        """Views of it may be used after its last user is gone: it goes with the last of them."""
+        self._addresses = None
+
+    def unmap(self) -> None:
+        """Nobody uses it any more."""
+        self.stop()
         del self.buffer
-        with contextlib.suppress(BufferError):  # an error's traceback may hold a view: it goes with that
-            self._map.close()
-        del self._map
+        if self._addresses is not None:
+            with contextlib.suppress(OSError, ClosedError):  # closed, with all that was placed there
+                self._addresses.take_away(self.nbytes)
+        elif self._map is not None:
+            with contextlib.suppress(BufferError):  # an error's traceback may hold a view: it goes with that
+                self._map.close()
+            self._map = None
+        self.close_fd()
 
 
 class Mappings:
-    """The mappings that are in use: more than one only while connections to an earlier run of the server are about.
+    """The mappings that are in use: more than one only while connections to an earlier run of the server are about,
+    and never where they are to be at the same addresses.
 
     Any thread. Mutable state: `_mappings`, and the users of each, guarded by `_lock`, a leaf.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, addresses: Addresses | None = None) -> None:
+        """addresses: where each is to be; None: anywhere."""
+        self._addresses = addresses
         self._lock = threading.Lock()
         self._mappings: dict[tuple[int, int], Mapping] = {}
 
@@ -139,7 +180,8 @@ class Mappings:
             return sum(mapping.nbytes for mapping in self._mappings.values())
 
     def take(self, fd: int, nbytes: int) -> Mapping:
-        """The memory of `nbytes` behind a descriptor, which stays the caller's. Raises MappingError.
+        """The memory of `nbytes` behind a descriptor, which stays the caller's. Raises MappingError, or
+        MappingBusyError while that of an earlier run is in use at the same addresses.
 
         Only what cannot become shorter is mapped: touching what is no longer there would kill this process.
         """
@@ -149,17 +191,25 @@ class Mappings:
         with self._lock:
             mapping = self._mappings.get(identity)
             if mapping is None:
-                mapping = self._mappings[identity] = Mapping(identity, fd, nbytes)
+                if self._addresses is not None and self._mappings:
+                    raise MappingBusyError("its memory waits for blocks of its run before, which are still copied here")
+                mapping = self._mappings[identity] = Mapping(identity, fd, nbytes, self._addresses)
             elif mapping.nbytes != nbytes:
                 raise MappingError(f"its memory has {nbytes} bytes, and had {mapping.nbytes} before")
             mapping.num_users += 1
             return mapping
 
+    def share(self, mapping: Mapping) -> None:
+        """One more user of a mapping that has one."""
+        with self._lock:
+            mapping.num_users += 1
+
     def wait_present(self, timeout: float) -> bool:
         """As `Mapping.wait_present`, of each."""
         with self._lock:
             mappings = list(self._mappings.values())
-        return all([mapping.wait_present(timeout) for mapping in mappings])
+        present = [mapping.wait_present(timeout) for mapping in mappings]
+        return all(present)
 
     def release(self, mapping: Mapping) -> None:
         """One user less; the last one unmaps it."""
@@ -167,8 +217,11 @@ class Mappings:
             mapping.num_users -= 1
             if mapping.num_users:
                 return
+            if self._addresses is not None:  # before another is placed there
+                mapping.unmap()
             del self._mappings[mapping.identity]
-        mapping.unmap()
+        if self._addresses is None:
+            mapping.unmap()
 
     def check_integrity(self) -> None:
         """Raises IntegrityError for a mapping that nobody uses."""

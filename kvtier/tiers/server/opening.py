@@ -15,7 +15,7 @@ from kvtier.tiers.server.address import Address
 from kvtier.tiers.server.channel import Channel, SharedChannel, TlsChannel, Wake, limit
 from kvtier.tiers.server.connection import Connection
 from kvtier.tiers.server.failures import DeadlineError, GarbledError, LostError, RefusedError, plain
-from kvtier.tiers.server.mapping import MappingError, Mappings
+from kvtier.tiers.server.mapping import MappingBusyError, MappingError, Mappings
 
 __all__ = ["ForeignError", "Opener"]
 
@@ -112,6 +112,8 @@ class Opener:
             raise connection.garbled(f"{len(connection.fds)} descriptors of its memory, where one comes")
         try:
             connection.mapping = self._mappings.take(connection.fds[0], nbytes)
+        except MappingBusyError as error:
+            raise LostError(f"{self._address}: {error}") from error
         except MappingError as error:
             raise connection.garbled(str(error)) from error
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvtier.keys import DIGEST_BYTES, NAMESPACE_BYTES
 from kvtier.protocol.messages import Commit, CommitOutcome, Committed, FailureCode, Reserve, Reserved, ReserveOutcome
 from kvtier.tiers.base import WriteOutcome, WriteRequest
 from kvtier.tiers.server.answers import Slot, check_committed, check_reserved
-from kvtier.tiers.server.batches import Batch, digests_of
+from kvtier.tiers.server.batches import Batch, digests_of, parents_of
 from kvtier.tiers.server.connection import Connection
 from kvtier.tiers.server.copies import as_bytes, checksum, copy_in
 from kvtier.tiers.server.failures import RefusedError
 
 __all__ = ["Storing"]
-
-NO_PARENT = bytes(DIGEST_BYTES)
 
 _RESERVE_OUTCOMES = {
     ReserveOutcome.ALREADY_STORED: WriteOutcome.ALREADY_STORED,
@@ -76,9 +73,7 @@ class Storing:
     def _reserve(self, batch: Batch) -> int:
         requests = [self._requests[i] for i in batch.positions]
         digests = digests_of(request.key for request in requests)
-        parents = b"".join(
-            [NO_PARENT if request.parent is None else request.parent[NAMESPACE_BYTES:] for request in requests]
-        )
+        parents = parents_of(requests)
         return self._connection.ask(
             lambda number: Reserve(number, batch.namespace, batch.block_bytes, digests, parents, batch.ttl_ms), Reserved
         )

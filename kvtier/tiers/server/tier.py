@@ -10,17 +10,23 @@ from kvtier.clock import Clock
 from kvtier.config.serving import ServerSettings
 from kvtier.decisions import Decision
 from kvtier.errors import ClosedError, ConfigError, IntegrityError, LayoutError, TierError
+from kvtier.granted import GrantedPool
 from kvtier.keys import Key, check_keys, split_key
+from kvtier.memory import HostMemory
 from kvtier.protocol.messages import Epoch, Ping, StartEpoch, Welcome
 from kvtier.tiers.base import ReadOutcome, ReadRequest, Tier, TierUsage, WriteOutcome, WriteRequest
 from kvtier.tiers.forked import OwnProcess
+from kvtier.tiers.host import HostTier
 from kvtier.tiers.ledger import Ledger
 from kvtier.tiers.server.address import parse_address
+from kvtier.tiers.server.addresses import Addresses
 from kvtier.tiers.server.blocks import Blocks
 from kvtier.tiers.server.calls import Caller
 from kvtier.tiers.server.channel import Wake
 from kvtier.tiers.server.connection import Connection
 from kvtier.tiers.server.failures import ServerError, plain
+from kvtier.tiers.server.inplace import InPlace
+from kvtier.tiers.server.keeper import Keeper
 from kvtier.tiers.server.mapping import Mappings
 from kvtier.tiers.server.notices import Notices
 from kvtier.tiers.server.opening import Opener
@@ -58,9 +64,13 @@ class ServerTier(OwnProcess, Tier):
     keeps_history = True
     is_remote = True
 
-    def __init__(self, settings: ServerSettings, clock: Clock) -> None:
+    def __init__(self, settings: ServerSettings, clock: Clock, host_bytes: int | None = None) -> None:
         """Try to reach the server once. That it is down or refuses us is logged, and no error: the tier joins it when
-        it can be reached. ConfigError for files of the settings that cannot be used."""
+        it can be reached. ConfigError for files of the settings that cannot be used.
+
+        host_bytes: of the server's memory that may be this process's host pool, which is `host_pool` then; None: it has
+        one of its own.
+        """
         if settings.url is None:
             raise ConfigError("server.url names no server")
         super().__init__()
@@ -77,20 +87,54 @@ class ServerTier(OwnProcess, Tier):
         self._resetting = threading.Lock()
         self._notices = Notices(clock)
         self._ledger = Ledger("server")
-        self._mappings = Mappings()
+        addresses = None if host_bytes is None else Addresses()
+        self._mappings = Mappings(addresses)
         address = parse_address(settings.url)
         self._wake = Wake()
         try:
             opener = Opener(settings, address, self._mappings, self._wake, clock)
         except BaseException:
             self._wake.close()
+            if addresses is not None:
+                addresses.close()
             raise
         # One more than blocks are moved by: a question is answered at once, whatever blocks are on their way.
         self._pool = ConnectionPool(opener, self._mappings, settings.connections + 1, clock, self._note_welcome)
-        self._watch = Watch(self._wake, self._pool.sweep) if address.is_unix else None
+        self._watch = Watch(self._wake, self._note_end) if address.is_unix else None
         self._caller = Caller(settings.url, self._pool, self._notices)
         self._blocks = Blocks(self._caller, clock, settings.timeout_s)
+        self._keeper: Keeper | None = None
+        self._in_place: InPlace | None = None
+        if addresses is not None and host_bytes is not None:
+            work = threading.Event()
+            granted = GrantedPool(addresses, host_bytes, work.set)
+            self._keeper = Keeper(
+                opener, self._mappings, granted, work, self._caller, clock, settings.timeout_s, self._note_welcome
+            )
+            self._in_place = InPlace(self._keeper, self._caller, clock, self._blocks.remove)
+            self.adopts = True
         self._try_to_join()
+
+    @property
+    def host_pool(self) -> GrantedPool | None:
+        """The host pool of this process, where that is the server's memory: for the store, which closes it last."""
+        return None if self._keeper is None else self._keeper.pool
+
+    @property
+    def host_memory(self) -> HostMemory | None:
+        """What its slots lie in; None while there is none, see `Keeper.memory`."""
+        return None if self._keeper is None else self._keeper.memory
+
+    def serve(self, host: HostTier) -> None:
+        """Supply the host pool with slots from now on, for this host tier over it. Once."""
+        assert self._keeper is not None
+        self._keeper.serve(host)
+
+    def _note_end(self) -> None:
+        """A connection has ended."""
+        self._pool.sweep()
+        if self._keeper is not None:
+            self._keeper.look()
 
     @property
     def is_joined(self) -> bool:
@@ -137,9 +181,12 @@ class ServerTier(OwnProcess, Tier):
     # ---- Tier ----------------------------------------------------------------------------------------------------
 
     def probe(self) -> None:
-        """Have the server answer a Ping. Raises a TierError for what ails it."""
+        """Have the server answer a Ping, and be at hand with its memory where that is the host pool. Raises a TierError
+        for what ails it."""
         with self._call() as deadline:
             self._caller.ask(lambda connection: connection.ping(Ping), deadline)
+            if self._keeper is not None:
+                self._keeper.probe(deadline)
 
     def contains(self, keys: Sequence[Key]) -> list[bool]:
         """Asks the server, whichever of its tiers has them. Raises TierError where it did not answer."""
@@ -166,27 +213,32 @@ class ServerTier(OwnProcess, Tier):
                 self._blocks.tell(decisions, deadline)
 
     def read(self, requests: Sequence[ReadRequest]) -> list[ReadOutcome]:
-        """Copy blocks from the server's memory, or receive them, into the buffers.
+        """Copy blocks from the server's memory, or receive them, into the buffers; or adopt all of them, where the host
+        pool is the server's memory.
 
         What is not what was stored is DAMAGED, and the server is told to forget it. What the server could not bring up
         from a lower tier in time, or found no room for, is REFUSED.
         """
         for request in requests:
             split_key(request.key)
-            if request.buffer.readonly:
+            if request.adoption is None and request.buffer.readonly:
                 raise LayoutError("a block is read into a writable buffer")
-            if not 0 < request.buffer.nbytes <= MAX_BLOCK_BYTES:
-                raise LayoutError(f"a block has 1 to {MAX_BLOCK_BYTES} bytes, not {request.buffer.nbytes}")
+            if not 0 < request.nbytes <= MAX_BLOCK_BYTES:
+                raise LayoutError(f"a block has 1 to {MAX_BLOCK_BYTES} bytes, not {request.nbytes}")
         with self._call() as deadline:
             if not requests or self._is_mute:
                 return [ReadOutcome.MISS] * len(requests)
-            outcomes = self._blocks.read(requests, deadline)
+            if requests[0].adoption is not None and self._in_place is not None:
+                outcomes = self._in_place.read(requests, deadline)
+            else:
+                outcomes = self._blocks.read(requests, deadline)
         gone = (ReadOutcome.MISS, ReadOutcome.DAMAGED)
         self._ledger.discard([r.key for r, outcome in zip(requests, outcomes, strict=True) if outcome in gone])
         return outcomes
 
     def write(self, requests: Sequence[WriteRequest]) -> list[WriteOutcome]:
-        """Copy blocks that the server does not hold to its memory, or send them from where they lie.
+        """Copy blocks that the server does not hold to its memory, or send them from where they lie; or publish all of
+        them, where their slots are the server's memory.
 
         A block that another client stores just now is waited for, half of server.timeout_s at most; then it is FULL:
         there is no room for ours, and nothing is wrong with the server. WITHDRAWN when a reset came in between, or the
@@ -204,7 +256,10 @@ class ServerTier(OwnProcess, Tier):
             era = self._era
             if self._is_mute:
                 return [WriteOutcome.WITHDRAWN] * len(requests)
-            outcomes = self._blocks.write(requests, deadline)
+            if requests[0].slot is not None and self._in_place is not None:
+                outcomes = self._in_place.write(requests, deadline)
+            else:
+                outcomes = self._blocks.write(requests, deadline)
             if self._era != era:
                 held = (WriteOutcome.STORED, WriteOutcome.ALREADY_STORED)
                 return [WriteOutcome.WITHDRAWN if outcome in held else outcome for outcome in outcomes]
@@ -242,7 +297,7 @@ class ServerTier(OwnProcess, Tier):
             connects=self._pool.num_connects,
             disconnects=self._pool.num_disconnects,
             errors=self._caller.errors,
-            damaged=self._blocks.num_damaged,
+            damaged=self._blocks.num_damaged + (self._in_place.num_damaged if self._in_place else 0),
             epoch=self._epoch,
             server="" if welcome is None else f"{plain(welcome.software)}, tenant {plain(welcome.tenant)}",
         )
@@ -255,6 +310,8 @@ class ServerTier(OwnProcess, Tier):
         self._ledger.check_integrity()
         self._pool.check_integrity()
         self._mappings.check_integrity()
+        if self._keeper is not None:
+            self._keeper.check_integrity()
         with self._lock:
             is_quiet = not self._num_calls
             if is_quiet and self._pool.num_leased:
@@ -272,6 +329,8 @@ class ServerTier(OwnProcess, Tier):
         self._caller.closing.set()
         self._wake.ring()
         self._pool.close()
+        if self._keeper is not None:
+            self._keeper.close()
         if self._watch is not None:
             self._watch.close()
         self._leave()

@@ -64,4 +64,12 @@ MUTANTS: list[Mutant] = [
         new="token = self.token",
         tests=("tests/protocol/test_messages.py::test_a_token_does_not_show",),
     ),
+    Mutant(
+        name="blocks are published in fewer slots than there are names",
+        rules=(),
+        file="kvtier/protocol/storing.py",
+        old="check_counts(blocks=blocks, reservations=len(self.reservations), checksums=len(self.checksums))",
+        new="check_counts(reservations=len(self.reservations), checksums=len(self.checksums))",
+        tests=("tests/protocol/test_messages.py::test_what_does_not_agree_with_itself_is_no_message_of_a_client",),
+    ),
 ]

@@ -5,10 +5,13 @@ from __future__ import annotations
 from tests.tools.mutation import Mutant
 
 SLOTS = "kvtier/server/slots.py"
+NAMING = "kvtier/tiers/naming.py"
 QUARANTINE = "kvtier/server/quarantine.py"
 MAPPING = "kvtier/tiers/server/mapping.py"
 SESSIONS = "tests/server/test_session.py"
 LEFT = "tests/server/test_quarantine.py"
+GRANTS = "tests/server/test_session_grants.py"
+HOST = "tests/core/test_host_tier.py"
 CALLS = "tests/server_tier/test_server_calls.py"
 HOSTILE = "tests/server_tier/test_server_hostile.py"
 MAPPINGS = "tests/server_tier/test_server_mapping.py"
@@ -133,5 +136,85 @@ MUTANTS: list[Mutant] = [
         old="identity = (found.st_dev, found.st_ino)",
         new="identity = (found.st_dev, nbytes)",
         tests=(f"{MAPPINGS}::test_memory_of_a_server_that_was_started_anew_*",),
+    ),
+    Mutant(
+        name="granted slots of a client that went are free at once",
+        rules=(),
+        file=SLOTS,
+        old="if not (self._void or self._leases or self._granted):",
+        new="if not (self._void or self._leases):",
+        tests=(f"{GRANTS}::test_who_holds_granted_slots_alone_*",),
+    ),
+    Mutant(
+        name="what is published is free while its client may still read it",
+        rules=(),
+        file=SLOTS,
+        old="self._leases[handles[place]] = self._granted.pop(handles[place])",
+        new="self.abort([handles[place]])",
+        tests=(f"{GRANTS}::test_the_publisher_holds_a_lease_*",),
+    ),
+    Mutant(
+        name="one client may be granted all of the pool",
+        rules=(),
+        file=SLOTS,
+        old="leases = self._host.grant(nbytes, min(number, room), self._owner)",
+        new="leases = self._host.grant(nbytes, max(number, room), self._owner)",
+        tests=(f"{GRANTS}::test_what_does_not_fit_*",),
+    ),
+    Mutant(
+        name="a slot is published though its block needs another size",
+        rules=(),
+        file=SLOTS,
+        old="is_there = [lease is not None and lease.nbytes == slot_bytes for lease in granted]",
+        new="is_there = [lease is not None for lease in granted]",
+        tests=(f"{GRANTS}::test_a_slot_of_another_size_class_*",),
+    ),
+    Mutant(
+        name="slots are granted to who cannot fill them",
+        rules=(),
+        file="kvtier/server/dialogue.py",
+        old='        if not self.is_mapped:\n            raise ConfigError("without a mapping no slot can',
+        new='        if False:\n            raise ConfigError("without a mapping no slot can',
+        tests=(f"{GRANTS}::test_without_a_mapping_*",),
+    ),
+    Mutant(
+        name="a commit gives away a slot that was granted",
+        rules=(),
+        file=SLOTS,
+        old="        self._abort(handles)  # those that were void\n",
+        new="        self.abort(handles)\n",
+        tests=(f"{GRANTS}::test_a_grant_is_no_reservation_*",),
+    ),
+    Mutant(
+        name="a slot that is a block already becomes another",
+        rules=(),
+        file=NAMING,
+        old="if len(slots) != len(leases) or not slots.isdisjoint(self._names):",
+        new="if len(slots) != len(leases):",
+        tests=(f"{HOST}::test_what_is_no_slot_of_a_grant_*",),
+    ),
+    Mutant(
+        name="a block that is being stored is said to be there, to who publishes it",
+        rules=(),
+        file=NAMING,
+        old="return PublishedAs.ALREADY_STORED if is_filled else PublishedAs.BEING_STORED",
+        new="return PublishedAs.ALREADY_STORED",
+        tests=(f"{HOST}::test_what_is_there_or_on_its_way_*",),
+    ),
+    Mutant(
+        name="publishing a block evicts the one that it continues",
+        rules=(),
+        file=NAMING,
+        old="kept = [] if above is None else self._pool.lease_all([above], self._copier)",
+        new="kept: list[Lease] = []",
+        tests=(f"{HOST}::test_at_its_quota_a_tenant_publishes_*",),
+    ),
+    Mutant(
+        name="lower tiers are not told of published blocks",
+        rules=(),
+        file=NAMING,
+        old="            self._tell_committed(stored, None)\n",
+        new="            pass\n",
+        tests=(f"{GRANTS}::test_blocks_that_are_published_go_on_*",),
     ),
 ]

@@ -1,0 +1,274 @@
+"""Blocks that are written and read where they lie in the server's memory: published, and adopted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import repeat
+
+from kvtier.clock import Clock
+from kvtier.errors import IntegrityError, TierError
+from kvtier.granted import SlotKind
+from kvtier.keys import Key
+from kvtier.leases import Lease
+from kvtier.memory import PAGE_BYTES
+from kvtier.protocol.messages import (
+    FailureCode,
+    Publish,
+    Published,
+    PublishOutcome,
+    Release,
+    Stage,
+    Staged,
+    StageOutcome,
+)
+from kvtier.tiers.base import Adoption, ReadOutcome, ReadRequest, WriteOutcome, WriteRequest
+from kvtier.tiers.server.answers import check_staged
+from kvtier.tiers.server.batches import BATCH_BYTES, Batch, batches, digests_of, parents_of, ttl_ms
+from kvtier.tiers.server.calls import Caller
+from kvtier.tiers.server.connection import Connection
+from kvtier.tiers.server.copies import checksum
+from kvtier.tiers.server.failures import RefusedError, ServerError
+from kvtier.tiers.server.fetching import READ_OUTCOMES, wait_ms
+from kvtier.tiers.server.keeper import Keeper
+
+__all__ = ["InPlace"]
+
+_PUBLISHED = {
+    PublishOutcome.STORED: WriteOutcome.STORED,
+    PublishOutcome.ALREADY_STORED: WriteOutcome.ALREADY_STORED,
+    PublishOutcome.BEING_STORED: WriteOutcome.FULL,
+    PublishOutcome.FULL: WriteOutcome.FULL,
+}
+
+
+class InPlace:
+    """The calls on blocks of a host pool whose slots are the server's. Any thread; no state of its own but a count."""
+
+    def __init__(
+        self, keeper: Keeper, caller: Caller, clock: Clock, forget: Callable[[Sequence[Key], float], int]
+    ) -> None:
+        """forget: has the server forget blocks, by a deadline; raises TierError."""
+        self._forget = forget
+        self._keeper = keeper
+        self._pool = keeper.pool
+        self._caller = caller
+        self._clock = clock
+        self.num_damaged = 0
+        """Blocks whose bytes were not those of their checksum."""
+
+    # ---- down ----------------------------------------------------------------------------------------------------
+
+    def write(self, requests: Sequence[WriteRequest], deadline: float) -> list[WriteOutcome]:
+        """Publish blocks of granted slots, which the caller keeps leased meanwhile. What the server holds by now, this
+        or another slot of it, is not kept here any longer than it is leased."""
+        outcomes = [WriteOutcome.ERROR] * len(requests)
+        first: dict[Key, int] = {}
+        for position, request in enumerate(requests):
+            if first.setdefault(request.key, position) != position:
+                outcomes[position] = WriteOutcome.ALREADY_STORED
+        blocks = [(i, requests[i].key, requests[i].nbytes, ttl_ms(requests[i])) for i in first.values()]
+        try:
+            for batch in batches(blocks, BATCH_BYTES):
+                self._publish(batch, requests, outcomes, deadline)
+        except ServerError:
+            pass  # it was noted, and the outcomes say it
+        return outcomes
+
+    def _publish(
+        self, batch: Batch, requests: Sequence[WriteRequest], outcomes: list[WriteOutcome], deadline: float
+    ) -> None:
+        some = [requests[position] for position in batch.positions]
+        sums = [checksum(each.buffer) if each.checksum is None else each.checksum for each in some]
+        with self._keeper.connection(deadline) as (connection, era):
+            slots: list[int] = []
+            handles: list[int] = []
+            placed: list[int] = []
+            for place, each in enumerate(some):
+                assert each.slot is not None
+                handle = self._pool.handle_of(each.slot)
+                if handle is None or handle.era != era:  # of a connection that was lost: there is nothing to publish
+                    outcomes[batch.positions[place]] = WriteOutcome.WITHDRAWN
+                elif not self._pool.is_private(each.slot):  # it is the server's block, or the copy of one, by now
+                    outcomes[batch.positions[place]] = WriteOutcome.ALREADY_STORED
+                else:
+                    placed.append(place)
+                    slots.append(each.slot)
+                    handles.append(handle.number)
+            if not placed:
+                return
+            named = [some[place] for place in placed]
+            try:
+                answer = connection.call(
+                    lambda number: Publish(
+                        number,
+                        batch.namespace,
+                        batch.block_bytes,
+                        handles,
+                        digests_of(each.key for each in named),
+                        parents_of(named),
+                        [sums[place] for place in placed],
+                        batch.ttl_ms,
+                    ),
+                    Published,
+                )
+            except RefusedError as error:
+                if error.is_final:
+                    raise
+                return
+            if len(answer.outcomes) != len(placed) or PublishOutcome.VOID in answer.outcomes:
+                raise connection.garbled(
+                    f"{len(answer.outcomes)} outcomes for {len(placed)} slots that it granted, "
+                    f"{answer.outcomes.count(PublishOutcome.VOID)} of them for none"
+                )
+            for place, outcome in zip(placed, answer.outcomes, strict=True):
+                outcomes[batch.positions[place]] = _PUBLISHED[outcome]
+            told = list(zip(slots, answer.outcomes, strict=True))
+            self._pool.mark([slot for slot, each in told if each == PublishOutcome.STORED], SlotKind.SHARED)
+            self._pool.mark([slot for slot, each in told if each == PublishOutcome.ALREADY_STORED], SlotKind.SPARE)
+
+    # ---- up ------------------------------------------------------------------------------------------------------
+
+    def read(self, requests: Sequence[ReadRequest], deadline: float) -> list[ReadOutcome]:
+        """Adopt blocks: those of host memory at once, others once the server has brought them there."""
+        outcomes = [ReadOutcome.ERROR] * len(requests)
+        first: dict[Key, int] = {}
+        for position, request in enumerate(requests):
+            if first.setdefault(request.key, position) != position:
+                outcomes[position] = ReadOutcome.REFUSED
+        blocks = [(i, requests[i].key, requests[i].nbytes, 0) for i in first.values()]
+        damaged: list[Key] = []
+        try:
+            for batch in batches(blocks, BATCH_BYTES):
+                below = self._adopt(batch, requests, outcomes, deadline)
+                if below:
+                    self._bring(batch._replace(positions=below), requests, outcomes, deadline)
+                self._verify(batch, requests, outcomes, damaged)
+            if damaged:
+                self.num_damaged += len(damaged)
+                self._forget(damaged, deadline)
+        except (ServerError, TierError):
+            pass  # it was noted, and the outcomes say it
+        finally:
+            for request, outcome in zip(requests, outcomes, strict=True):
+                if outcome is not ReadOutcome.OK:
+                    _drop(_adoption(request))
+        return outcomes
+
+    def _adopt(
+        self, batch: Batch, requests: Sequence[ReadRequest], outcomes: list[ReadOutcome], deadline: float
+    ) -> list[int]:
+        """Of what is in the server's host memory; the positions of those that it has in a lower tier."""
+        slot_bytes = -(-batch.block_bytes // PAGE_BYTES) * PAGE_BYTES
+        room = (self._pool.nbytes - self._pool.granted_bytes) // slot_bytes
+        positions, beyond = batch.positions[:room], batch.positions[room:]
+        for position in beyond:  # it is there, and cannot be had now
+            outcomes[position] = ReadOutcome.REFUSED
+        if not positions:
+            return []
+        with self._keeper.connection(deadline) as (connection, era):
+            answer = self._ask(connection, batch._replace(positions=positions), requests, 0, outcomes)
+            if answer is None:
+                return []
+            self._keeper.check_slots(connection, answer.offsets, slot_bytes)
+            sums = answer.checksums if connection.welcome.checksums else repeat(None)
+            given = zip(answer.leases, answer.offsets, sums, strict=False)
+            below: list[int] = []
+            refused: list[int] = []
+            for position, outcome in zip(positions, answer.outcomes, strict=True):
+                if outcome == StageOutcome.OK:
+                    handle, offset, known = next(given)
+                    adoption = _adoption(requests[position])
+                    adoption.checksum = known
+                    # A slot that is used here may be the block's of before, which was removed since.
+                    with suppress(IntegrityError):
+                        adoption.lease = self._pool.adopt(slot_bytes, handle, offset, adoption.owner, era)
+                    if adoption.lease is None:
+                        refused.append(handle)
+                    outcomes[position] = ReadOutcome.REFUSED if adoption.lease is None else ReadOutcome.OK
+                elif outcome == StageOutcome.TIMEOUT:
+                    below.append(position)
+                else:
+                    outcomes[position] = READ_OUTCOMES[outcome]
+            if refused:
+                connection.say(Release(0, refused))
+            return below
+
+    def _bring(
+        self, batch: Batch, requests: Sequence[ReadRequest], outcomes: list[ReadOutcome], deadline: float
+    ) -> None:
+        """Have the server read from its lower tiers, on a connection of its own, since it is waited for; what has come
+        stays in its memory until it is adopted."""
+        with self._caller.connection(deadline) as connection:
+            answer = self._ask(connection, batch, requests, wait_ms(deadline - self._clock.now()), outcomes)
+            if answer is None:
+                return
+            check_staged(connection, answer, len(batch.positions), batch.block_bytes)
+            come: list[int] = []
+            for position, outcome in zip(batch.positions, answer.outcomes, strict=True):
+                outcomes[position] = READ_OUTCOMES.get(outcome, ReadOutcome.REFUSED)
+                if outcome == StageOutcome.OK:
+                    come.append(position)
+            if come:
+                self._adopt(batch._replace(positions=come), requests, outcomes, deadline)
+                connection.say(Release(0, answer.leases))
+                for lease in answer.leases:
+                    del connection.held[lease]
+
+    def _ask(
+        self,
+        connection: Connection,
+        batch: Batch,
+        requests: Sequence[ReadRequest],
+        max_wait_ms: int,
+        outcomes: list[ReadOutcome],
+    ) -> Staged | None:
+        """The answer, in which there is an outcome for each and a lease for what is OK; None where there is none, and
+        the outcomes say so."""
+        digests = digests_of(requests[position].key for position in batch.positions)
+        try:
+            answer = connection.call(
+                lambda number: Stage(
+                    number, batch.namespace, batch.block_bytes, digests, b"", max_wait_ms, inline=False
+                ),
+                Staged,
+            )
+        except RefusedError as error:
+            if error.is_final:
+                raise
+            refused = ReadOutcome.MISS if error.code == FailureCode.INVALID else ReadOutcome.ERROR
+            for position in batch.positions:
+                outcomes[position] = refused
+            return None
+        num_ok = answer.outcomes.count(StageOutcome.OK)
+        num_leases = len(set(answer.leases))
+        if len(answer.outcomes) != len(batch.positions) or num_leases != num_ok or len(answer.leases) != num_ok:
+            raise connection.garbled(
+                f"{len(answer.outcomes)} outcomes and {num_leases} leases for {len(batch.positions)} blocks"
+            )
+        return answer
+
+    def _verify(
+        self, batch: Batch, requests: Sequence[ReadRequest], outcomes: list[ReadOutcome], damaged: list[Key]
+    ) -> None:
+        """What was adopted is what was stored, or it is DAMAGED."""
+        for position in batch.positions:
+            adoption = _adoption(requests[position])
+            lease = adoption.lease
+            if outcomes[position] is not ReadOutcome.OK or lease is None or adoption.checksum is None:
+                continue
+            if checksum(lease.view[: batch.block_bytes]) != adoption.checksum:
+                outcomes[position] = ReadOutcome.DAMAGED
+                damaged.append(requests[position].key)
+
+
+def _adoption(request: ReadRequest) -> Adoption:
+    assert request.adoption is not None
+    return request.adoption
+
+
+def _drop(adoption: Adoption) -> None:
+    lease: Lease | None
+    lease, adoption.lease = adoption.lease, None
+    if lease is not None:
+        lease.release()
