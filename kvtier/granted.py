@@ -24,8 +24,8 @@ class GrantedPool(SlotPool):
     work, and does it: gets slots for a class that has few, tells the server what it has back, has idle blocks
     forgotten.
 
-    A slot that is given up is free again, or gone: see `SlotKind`. Connections are counted by eras, which grow; all slots
-    but lost ones are of one era. Handles are told apart within an era.
+    A slot that is given up is free again, or gone: see `SlotKind`. Connections are counted by eras, which grow; all
+    slots but lost ones are of one era. Handles are told apart within an era.
 
     Mutable state: guarded by the lock of `SlotPool`.
     """

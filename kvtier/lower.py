@@ -36,6 +36,8 @@ MAX_QUEUED_JOBS = 1024
 QUEUED_SHARE = 4
 """Blocks on their way down may hold this part of host memory, which cannot be evicted meanwhile: an engine whose pool
 turns over offers as much as it holds at once, and a prefix that finds no room loses all behind it."""
+ADOPTED_SHARE = 2
+"""The same where host memory is the tier's, and holds nothing else for long; the rest is for restores."""
 RESET_TIMEOUT_S = 10.0
 POLL_S = 0.1
 MIN_CLOSE_S = 0.5
@@ -100,7 +102,7 @@ class LowerTier:
             self.tier,
             self.executor,
             clock,
-            max_bytes=pool.nbytes // QUEUED_SHARE,
+            max_bytes=pool.nbytes // (ADOPTED_SHARE if tier.adopts else QUEUED_SHARE),
             max_age_s=max_age_s,
             min_uses=limits.min_uses,
             # A rate is kept by waiting on a thread: one waits, and the others are there for reads.

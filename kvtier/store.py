@@ -137,9 +137,7 @@ class Store:
     def memory(self) -> PoolMemory:
         """What the host pool lies in; ConfigError where that is a kvtier-server's: see `host_memory`."""
         if self._memory is None:
-            raise ConfigError(
-                "host.pool = 'server': there is no memory of this process's own; that needs 'own'"
-            )
+            raise ConfigError("host.pool = 'server': there is no memory of this process's own; that needs 'own'")
         return self._memory
 
     @property

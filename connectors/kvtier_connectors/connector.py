@@ -70,6 +70,7 @@ class FlushResult:
 
 
 POLL_S = 0.1
+ROOM_POLL_S = 0.005
 FLUSH_SHARE = 0.8  # of the time that a close may take
 MIN_CLOSE_S = 0.5
 
@@ -154,7 +155,9 @@ class Connector:
             if not (self.scheduler.num_unflushed or stats.ledger.pending):
                 break
             if not plan.jobs and stats.ledger.stored == before.ledger.stored and not may_get_room:
-                break  # what is left finds no room, now or later
+                if not self.scheduler.awaits_room:
+                    break  # what is left finds no room, now or later
+                outcomes += self.scheduler.complete(self.worker.poll(ROOM_POLL_S))
         return outcomes
 
     def _await_copies(self, deadline: float) -> list[RestoreOutcome]:

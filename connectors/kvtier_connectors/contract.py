@@ -171,8 +171,9 @@ class CopyJob:
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """What the worker should copy. in_flight: blocks of copies that have not ended, but for those given up; while it is
-    not 0, the engine polls on, even without a request. fence: jobs that read what this step writes."""
+    """What the worker should copy. in_flight: blocks of copies that have not ended, but for those given up, or that
+    begin in a moment; while it is not 0, the engine polls on, even without a request. fence: jobs that read what this
+    step writes."""
 
     jobs: tuple[CopyJob, ...]
     in_flight: int

@@ -180,7 +180,7 @@ class KVTierScheduler(ConnectorScheduler):
         self._forget_reused(reused)
         self._note_work(demand)
         jobs = (*self._restores.landings.plan(), *rescued, *self._plan_stores(demand))
-        return TransferPlan(jobs, self._restores.landings.num_awaited + self._stores.num_copying, fence)
+        return TransferPlan(jobs, self._restores.landings.num_awaited + self._stores.num_awaited, fence)
 
     @hook(lambda: cast("list[RestoreOutcome]", []))
     def complete(self, results: Sequence[CopyResult]) -> list[RestoreOutcome]:
@@ -281,6 +281,11 @@ class KVTierScheduler(ConnectorScheduler):
         """Publishable blocks that are neither due nor stored by the flush."""
         return self._stores.num_unflushed
 
+    @property
+    def awaits_room(self) -> bool:
+        """Whether blocks to be stored are put off, as slots of host memory are about to come."""
+        return self._stores.room.is_worth_it
+
     @hook(lambda: None)
     def make_all_due(self) -> None:
         """Whatever is to be flushed is due at the next plan."""
@@ -358,7 +363,7 @@ class KVTierScheduler(ConnectorScheduler):
 
     @hook(lambda: cast("float | None", None))
     def _check_stores(self) -> float | None:
-        return self._stores.give_up_overdue()
+        return self._stores.room.next_look(self._stores.give_up_overdue())
 
     @hook(lambda: None)
     def _note_work(self, demand: StepDemand) -> None:

@@ -23,8 +23,13 @@ MIB = 1 << 20
 SMALL = ServerSizes(moved_bytes=16 * MIB, lookup_blocks=500, pings=20, started_bytes=256 * MIB)
 MOVES = [f"{way}.c{number}" for number in (1, 4) for way in ("store", "restore")]
 FIGURES = [
-    *(f"server.unix.{move}" for move in MOVES),
-    *(f"server.unix.unchecked.{move}" for move in MOVES),
+    *(
+        f"server.{way}{suffix}.{move}.c{number}"
+        for suffix in ("", ".unchecked")
+        for number in (1, 4)
+        for way in ("unix", "place")
+        for move in ("store", "restore")
+    ),
     *(f"server.tcp.{move}" for move in MOVES),
     "server.lookup",
     "server.ping",

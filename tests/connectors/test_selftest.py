@@ -130,6 +130,14 @@ def test_tiers_that_others_live_off_are_left_alone(remote: dict[str, Any], monke
     verify_passed(run_selftest(small_settings(64, **remote), SMALL, seed=1))
 
 
+def test_host_memory_that_is_a_servers_is_left_alone_too() -> None:
+    settings = Settings(
+        host=HostSettings(size=1 << 20, pool="server"), server=ServerSettings(url="kvtier+unix:///nowhere/kvtier.sock")
+    )
+    with pytest.raises(ConfigError, match="leaves a kvtier-server alone"):
+        run_selftest(settings, SMALL, seed=1)
+
+
 def test_a_disk_that_gives_nothing_back_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def lose(tier: DiskTier, requests: Sequence[WriteRequest]) -> list[WriteOutcome]:
         return [WriteOutcome.STORED] * len(requests)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,9 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.keys import make_key
+from kvtier.leases import Owner
 from kvtier.reasons import DropReason
+from kvtier.store import Space
 from kvtier.tiers import WriteRequest
 from kvtier_connectors.contract import WRITTEN, CopyDirection, CopyFailure, CopyResult, StepDemand
+from kvtier_connectors.room import LOOK_S, MAX_WAIT_S
 from kvtier_engine.testing.rig import ConnectorRig
 
 OpenRig = Callable[..., ConnectorRig]
@@ -280,6 +283,65 @@ def test_r79_dropped_when_every_slot_is_leased(open_rig: OpenRig) -> None:
         rig.finish("b", rig.compute("b", prompt(100, 1)))
         rig.plan(step_budget=4)
         assert rig.dropped == {DropReason.HOST_FULL: 1}
+
+
+@pytest.fixture
+def full(open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ConnectorRig, Owner]]:
+    """A pool without a free slot that gets some by itself, with two blocks due; what takes its slots."""
+    monkeypatch.setattr(Space, "gets_room", property(lambda _: True))
+    rig = open_rig(num_blocks=8, host_blocks=2)
+    rig.finish("a", rig.compute("a", prompt(0, 2)))
+    rig.store_all()
+    with rig.space.owner("all that there is") as owner:
+        assert len(rig.space.lease(rig.digests["a"], owner)) == 2
+        rig.finish("b", rig.compute("b", prompt(100, 2)))
+        plan = rig.plan(step_budget=8)
+        assert (plan.jobs, plan.in_flight, rig.ledger.pending, rig.dropped) == ((), 2, 2, {})
+        yield rig, owner
+
+
+def test_blocks_wait_for_slots_that_are_about_to_come(full: tuple[ConnectorRig, Owner]) -> None:
+    rig, owner = full
+    deadline = rig.poll().next_deadline
+    assert deadline is not None
+    assert 0 < deadline - rig.clock.now() <= LOOK_S, "an engine without requests looks again soon"
+    owner.close()
+    (job,) = rig.plan().jobs
+    assert len(job.block_ids) == 2
+    rig.copy_all()
+    rig.verify_stored(rig.digests["b"])
+    assert (rig.ledger.stored, rig.dropped) == (4, {})
+
+
+def test_blocks_wait_for_slots_so_long_and_then_once_more_when_there_was_one(full: tuple[ConnectorRig, Owner]) -> None:
+    rig, owner = full
+    rig.clock.advance(MAX_WAIT_S)
+    assert rig.plan(step_budget=8).in_flight == 0
+    assert rig.dropped == {DropReason.HOST_FULL: 1, DropReason.ORPHAN: 1}
+    rig.finish("c", rig.compute("c", prompt(200, 1)))
+    assert rig.plan(step_budget=8).in_flight == 0, "those that come later do not wait"
+    owner.close()
+    rig.finish("d", rig.compute("d", prompt(300, 1)))
+    plan = rig.plan(step_budget=8)
+    assert sum(len(job.block_ids) for job in plan.jobs) == 2, "as many as there are slots"
+    assert plan.in_flight == rig.ledger.pending == 4, "and the others wait anew"
+
+
+def test_a_block_that_is_reused_while_it_waits_for_a_slot_is_overtaken(full: tuple[ConnectorRig, Owner]) -> None:
+    rig, owner = full
+    assert rig.pool.allocate(8) is not None
+    assert rig.plan().in_flight == 0
+    assert rig.dropped == {DropReason.OVERTAKEN: 2}
+    owner.close()
+
+
+def test_blocks_do_not_wait_for_slots_of_a_tier_that_is_gone(
+    full: tuple[ConnectorRig, Owner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, _ = full
+    monkeypatch.setattr(Space, "gets_room", property(lambda _: False))
+    assert rig.plan(step_budget=8).in_flight == 0
+    assert rig.dropped == {DropReason.HOST_FULL: 1, DropReason.ORPHAN: 1}
 
 
 def test_dropped_when_another_store_of_the_key_came_first(open_rig: OpenRig) -> None:

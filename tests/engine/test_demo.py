@@ -164,6 +164,9 @@ def test_a_redis_server_that_does_not_answer_is_one_clear_line() -> None:
     both = run_demo("--redis", "redis://127.0.0.1:1", "--disk", "here")
     assert both.returncode == 2
     assert "--disk, --redis and --server: name one of them" in both.stderr
+    corrupt = run_demo("--server", "--corrupt")
+    assert corrupt.returncode == 2
+    assert "--corrupt damages host memory of the engine's own" in corrupt.stderr
 
 
 @pytest.mark.model

@@ -26,6 +26,7 @@ from kvtier_engine.llm import LLM
 from kvtier_engine.runner import BatchItem
 from kvtier_engine.testing import FakeRunner, expected_tokens
 from kvtier_engine.tokenizer import Tokenizer
+from tests.server.daemon_rig import ServerProcess, short_directory
 
 if TYPE_CHECKING:
     from kvtier_engine.hf_runner import HFRunner
@@ -72,6 +73,28 @@ def test_tokens_are_the_same_from_a_pool_that_evicts(
             if settings is not None:
                 assert all(a.restored_tokens >= 128 for a in second), second
     assert answers[26] == answers[64]
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_tokens_are_the_same_by_way_of_a_servers_memory(runner_bfloat16: HFRunner, tokenizer: Tokenizer) -> None:
+    """What one engine computed another restores from the memory that both have; the reference computes it all."""
+    prompts = [prompt(name) for name in "abcd"]
+    with short_directory() as directory, ServerProcess(directory, {"host.size": "128MiB"}) as server:
+        host = {"host.pool": "server", "host.size": "64MiB", "server.url": f"kvtier+unix://{server.socket}"}
+        settings = load_settings(env={}, overrides=host)
+        with open_llm(runner_bfloat16, tokenizer, 26, settings) as llm:
+            first = [llm.generate([p], GREEDY)[0] for p in prompts]
+        turns = [[*p, *a.token_ids, *prompt("next", 5)] for p, a in zip(prompts, first, strict=True)]
+        with open_llm(runner_bfloat16, tokenizer, 26, settings) as llm:
+            second = [llm.generate([turn], GREEDY)[0] for turn in turns]
+            stats = llm.stats()
+    assert all(a.restored_tokens >= 128 for a in second), second
+    assert stats is not None
+    assert set(stats.hits) == {"server"}
+    with open_llm(runner_bfloat16, tokenizer, settings=None) as llm:
+        assert [llm.generate([p], GREEDY)[0].token_ids for p in prompts] == [a.token_ids for a in first]
+        assert [llm.generate([turn], GREEDY)[0].token_ids for turn in turns] == [a.token_ids for a in second]
 
 
 @pytest.mark.model

@@ -21,6 +21,7 @@ from kvtier.config import ServerSettings, load_settings
 from kvtier.errors import ProtocolError
 from kvtier.keys import DIGEST_BYTES, Key, make_key
 from kvtier.protocol.messages import (
+    Abort,
     Bye,
     ClientMessage,
     Commit,
@@ -29,11 +30,16 @@ from kvtier.protocol.messages import (
     Done,
     Epoch,
     Failed,
+    Grant,
+    Granted,
     Held,
     Hello,
     Lookup,
     Ping,
     Pong,
+    Publish,
+    Published,
+    PublishOutcome,
     Release,
     Remove,
     Reserve,
@@ -284,9 +290,11 @@ class FakeServer:
 
     def _say(self, peer: _Peer, said: Said) -> None:
         if isinstance(said, Fd):
-            socket.send_fds(peer.sock, [pack(said.message)], list(said.fds))
-            for fd in said.fds:
-                os.close(fd)
+            try:
+                socket.send_fds(peer.sock, [pack(said.message)], list(said.fds))
+            finally:
+                for fd in said.fds:
+                    os.close(fd)
         elif isinstance(said, Raw):
             pieces = [said.data] if not said.pause_s else [said.data[i : i + 1] for i in range(len(said.data))]
             for piece in pieces:
@@ -330,7 +338,11 @@ class FakeServer:
                 return [Epoch(number, self.epoch)]
             case Release(id=number):
                 return [Done(number)] if number else []
-            case Touch() | Bye():
+            case Grant():
+                return [self._grant(peer, message)]
+            case Publish():
+                return [self._publish(peer, message)]
+            case Touch() | Abort(id=0) | Bye():
                 return []
         return [Failed(0, "protocol", f"not scripted: {message}")]
 
@@ -349,6 +361,29 @@ class FakeServer:
                 self.next_handle += 1
                 self.next_slot += -(-message.block_bytes // SLOT_BYTES) * SLOT_BYTES
         return Reserved(message.id, bytes(outcomes), handles, offsets)
+
+    def _grant(self, peer: _Peer, message: Grant) -> Granted:
+        slot_bytes = -(-message.block_bytes // SLOT_BYTES) * SLOT_BYTES
+        number = min(message.number, (POOL_BYTES - self.next_slot) // slot_bytes)
+        handles = [self.next_handle + i for i in range(number)]
+        offsets = [self.next_slot + i * slot_bytes for i in range(number)]
+        self.next_handle += number
+        self.next_slot += number * slot_bytes
+        peer.slots |= {handle: (b"", at, slot_bytes) for handle, at in zip(handles, offsets, strict=True)}
+        return Granted(message.id, handles, offsets)
+
+    def _publish(self, peer: _Peer, message: Publish) -> Published:
+        keys = keys_in(message.namespace, message.digests)
+        outcomes = bytearray()
+        for key, handle, checksum in zip(keys, message.reservations, message.checksums, strict=True):
+            if handle not in peer.slots:
+                outcomes.append(PublishOutcome.VOID)
+            elif key in self.blocks:
+                outcomes.append(PublishOutcome.ALREADY_STORED)
+            else:
+                outcomes.append(PublishOutcome.STORED)
+                self.blocks[key] = (peer.slots.pop(handle)[1], message.block_bytes, checksum)
+        return Published(message.id, bytes(outcomes))
 
     def _stage(self, peer: _Peer, message: Stage) -> Said:
         outcomes, leases, offsets, checksums = bytearray(), [], [], []

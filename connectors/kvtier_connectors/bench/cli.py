@@ -185,7 +185,10 @@ def server(
     server.unix.store, server.unix.restore: through the server's memory, which the clients map; limit: as many
     processes that each keep the same blocks in host memory of their own, reserved, copied and committed one by one.
 
-    server.unix.unchecked: the same with daemon.checksums = false.
+    server.place.store, server.place.restore: with host.pool = "server", where the slots are the server's: reserved,
+    copied, committed, and all published; staged and copied out; the same limit.
+
+    server.unix.unchecked, server.place.unchecked: the same with daemon.checksums = false.
 
     server.tcp.store, server.tcp.restore: through a TCP connection; limit: the same bytes through plain sockets, from
     and to touched memory of another process.

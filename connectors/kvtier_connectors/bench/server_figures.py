@@ -48,10 +48,11 @@ def server_figures(shape: str, layout: KVLayout, runs: int, sizes: ServerSizes) 
     """Each as soon as it is measured, at servers of their own."""
     slow_runs = min(runs, MAX_SLOW_RUNS)
     for checksums in (True, False):
-        name = "server.unix" if checksums else "server.unix.unchecked"
         with Server(sizes.pool_bytes, checksums=checksums) as server:
             for number in CLIENTS:
-                yield from _moves(server.unix_url, name, number, shape, layout, slow_runs, sizes)
+                yield from _moves(
+                    server.unix_url, "" if checksums else ".unchecked", number, shape, layout, slow_runs, sizes
+                )
     with Server(sizes.pool_bytes) as server:
         for number in CLIENTS:
             yield from _streams(server, number, shape, layout, slow_runs, sizes)
@@ -62,12 +63,13 @@ def server_figures(shape: str, layout: KVLayout, runs: int, sizes: ServerSizes) 
 
 
 def _moves(
-    url: str, name: str, number: int, shape: str, layout: KVLayout, runs: int, sizes: ServerSizes
+    url: str, suffix: str, number: int, shape: str, layout: KVLayout, runs: int, sizes: ServerSizes
 ) -> Iterator[Figure]:
     """Beside as many processes that each have a store of their own."""
     num_blocks = max(1, sizes.moved_bytes // number // layout.block_bytes)
-    with Clients(number, layout.block_bytes, num_blocks, url=url, own=True) as clients:
-        yield from _pairs(clients, name, "own", number, shape, runs)
+    with Clients(number, layout.block_bytes, num_blocks, url=url, own=True, place=True) as clients:
+        yield from _pairs(clients, f"server.unix{suffix}", "server", "own", number, shape, runs)
+        yield from _pairs(clients, f"server.place{suffix}", "place", "own", number, shape, runs)
 
 
 def _streams(
@@ -81,23 +83,23 @@ def _streams(
         with Clients(
             number, layout.block_bytes, num_blocks, url=server.tcp_url, token_file=token_file, port=end.port
         ) as clients:
-            yield from _pairs(clients, "server.tcp", "plain", number, shape, runs)
+            yield from _pairs(clients, "server.tcp", "server", "plain", number, shape, runs)
     finally:
         end.close()
 
 
-def _pairs(clients: Clients, name: str, limit: str, number: int, shape: str, runs: int) -> Iterator[Figure]:
+def _pairs(clients: Clients, name: str, side: str, limit: str, number: int, shape: str, runs: int) -> Iterator[Figure]:
     for way in ("store", "restore"):
         yield measure_pairs(
             f"{name}.{way}.c{number}",
             shape,
             "GB/s",
-            partial(clients.rate, "server", way),
+            partial(clients.rate, side, way),
             partial(clients.rate, limit, way),
             runs,
         )
-    clients.check("server")
-    clients.seconds(Work("server", "renew"))
+    clients.check(side)
+    clients.seconds(Work(side, "renew"))
 
 
 def _lookup(server: Server, shape: str, runs: int, sizes: ServerSizes) -> Figure:

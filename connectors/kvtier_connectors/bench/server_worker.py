@@ -1,9 +1,10 @@
 """A process of the server benchmarks, as `python -m kvtier_connectors.bench.server_worker JSON`: one of several clients
-at once, each of which moves blocks to and from a kvtier-server, a store of its own, or a plain socket.
+at once, each of which moves blocks to and from a kvtier-server, a store of its own, a store over the server's memory,
+or a plain socket.
 
-Reads a command a line from standard input: a JSON object with `side` (`server`, `own` or `plain`) and `way` (`store`,
-`restore`, `lookup` or `renew`). Makes ready, prints `{"ready": true}`, waits for an empty line, does it, and prints
-when it began and ended: seconds of the machine's monotonic clock, which all processes share.
+Reads a command a line from standard input: a JSON object with `side` (`server`, `own`, `place` or `plain`) and `way`
+(`store`, `restore`, `lookup` or `renew`). Makes ready, prints `{"ready": true}`, waits for an empty line, does it, and
+prints when it began and ended: seconds of the machine's monotonic clock, which all processes share.
 
 With `{"serve": "echo", "path": ...}` or `{"serve": "sink", "port": ...}` it is the other end of a plain socket instead:
 one that sends back what comes, or one that takes and gives bytes.
@@ -14,18 +15,21 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from kvtier.clock import MonotonicClock
 from kvtier.config import HostSettings, ServerSettings, Settings
-from kvtier.keys import BlockDigest, Key, make_key
+from kvtier.keys import BlockDigest, Key, Namespace, Shard, make_key
+from kvtier.layout import KVLayout
 from kvtier.reasons import DropReason
 from kvtier.store import Store
 from kvtier.tiers.base import ReadOutcome, ReadRequest, WriteOutcome, WriteRequest
+from kvtier.tiers.reservation import Reservation
 from kvtier_connectors.bench.server_plain import PlainStream, serve_echo, serve_sink
 
 __all__ = ["command_of"]
@@ -34,7 +38,10 @@ NAMESPACE = b"kvtier bench".ljust(16, b"\0")
 JOB_BYTES = 64 << 20
 """What one call of the tier moves: as write-behind and staging do at their largest, times some."""
 SLAB = 64 << 20
+HOST_SHARE = 2
+"""Of a host pool that is the server's: room for what is stored, and as much again to be filled."""
 TIMEOUT_S = 60.0
+POLL_S = 0.0002
 
 
 def command_of(**task: object) -> list[str]:
@@ -109,7 +116,7 @@ class OfOwn:
         slot = -(-blocks.block_bytes // 4096) * 4096
         size = -(-len(blocks.sources) // (SLAB // slot)) * SLAB
         self._store = Store(Settings(host=HostSettings(size=size, slab=SLAB)))
-        self._store.pool.wait_touched(TIMEOUT_S)
+        self._store.memory.wait_touched(TIMEOUT_S)
         self._owner = self._store.pool.owner("bench")
         self._blocks = blocks
         self._keys = blocks.new_keys()
@@ -135,6 +142,77 @@ class OfOwn:
         self._keys = self._blocks.new_keys()
 
 
+class OfPlace:
+    """A store whose host pool is the server's memory: reserved, copied and committed as by an engine, until all are
+    published; asked for and staged, which adopts and verifies them, in parts of JOB_BYTES, and copied out."""
+
+    def __init__(self, url: str, blocks: Blocks) -> None:
+        from kvtier.tiers.server import ServerTier
+
+        size = HOST_SHARE * len(blocks.sources) * blocks.block_bytes
+        host, server = HostSettings(size=size, pool="server"), ServerSettings(url=url, timeout_s=TIMEOUT_S)
+        self._store = Store(Settings(host=host, server=server))
+        layout = KVLayout(1, 1, blocks.block_bytes // 4, "bfloat16", 1)  # keys and values of two bytes
+        self._space = self._store.open_space(Namespace("kvtier bench", "", layout, "all", Shard(0, 1)))
+        assert self._space.block_bytes == blocks.block_bytes
+        self._owner = self._store.pool.owner("bench")
+        self._tier = self._store.tier("server")
+        self._has_ended = threading.Event()
+        self._store.stager.subscribe(self._has_ended.set)
+        self._blocks = blocks
+        self._names = self._new_names()
+        self._at_once = max(1, min(JOB_BYTES, size // 4) // blocks.block_bytes)
+        device = self._tier.device
+        assert isinstance(device, ServerTier)
+        assert device.wait_mapped(TIMEOUT_S), "the server's memory did not come"
+
+    def _new_names(self) -> list[BlockDigest]:
+        return [BlockDigest(key[16:]) for key in self._blocks.new_keys()]
+
+    def _keys(self, names: Sequence[BlockDigest]) -> list[Key]:
+        return [make_key(self._space.digest, name) for name in names]
+
+    def _reserve(self, name: BlockDigest) -> Reservation:
+        """Once there is a slot: the server grants more while they are filled."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while isinstance(reserved := self._space.reserve(name, None, self._owner), DropReason):
+            assert reserved is DropReason.HOST_FULL, reserved
+            assert time.monotonic() < deadline, "the server granted no slot"
+            time.sleep(POLL_S)
+        return reserved
+
+    def store(self) -> None:
+        buffer, size = self._store.pool.buffer, self._blocks.block_bytes
+        for name, source in zip(self._names, self._blocks.sources, strict=True):
+            reservation = self._reserve(name)
+            offset = reservation.lease.offset
+            np.copyto(buffer[offset : offset + size], source)
+            self._space.commit([reservation])
+        assert self._store.flush(TIMEOUT_S) == 0, "blocks were not published"
+
+    def restore(self) -> None:
+        buffer, size = self._store.pool.buffer, self._blocks.block_bytes
+        for start in range(0, len(self._names), self._at_once):
+            part = slice(start, start + self._at_once)
+            names = self._names[part]
+            assert all(self._tier.look(self._keys(names)) or [False]), "the server lost blocks"
+            stage = self._space.stage("bench", names, None, TIMEOUT_S)
+            assert stage is not None
+            while not stage.poll():
+                self._has_ended.wait(TIMEOUT_S)
+                self._has_ended.clear()
+            leases = self._space.lease(names, self._owner)
+            assert len(leases) == len(names), f"blocks did not come back: {stage.miss}"
+            stage.close()
+            for lease, target in zip(leases, self._blocks.targets[part], strict=True):
+                np.copyto(np.frombuffer(target, np.uint8), buffer[lease.offset : lease.offset + size])
+                lease.release()
+
+    def renew(self) -> None:
+        self._tier.tier.remove(self._keys(self._names))
+        self._names = self._new_names()
+
+
 class OfPlain:
     """A plain socket, the blocks one behind the other."""
 
@@ -157,6 +235,8 @@ def _run(task: dict[str, Any]) -> None:
     sides: dict[str, Any] = {}
     if "url" in task:
         sides["server"] = OfServer(task["url"], task.get("token_file"), blocks)
+    if task.get("place"):
+        sides["place"] = OfPlace(task["url"], blocks)
     if task.get("own"):
         sides["own"] = OfOwn(blocks)
     if "port" in task:

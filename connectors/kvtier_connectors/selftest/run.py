@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvtier.config import DiskSettings, EventSettings, RedisSettings, ServerSettings, Settings
-from kvtier.errors import IntegrityError
+from kvtier.errors import ConfigError, IntegrityError
 from kvtier.keys import BlockDigest, Extras, Namespace, Shard, digest_tokens
 from kvtier.layout import KVLayout
 from kvtier.reasons import MissReason
@@ -113,8 +113,14 @@ def run_selftest(settings: Settings, layout: KVLayout, *, seed: int, corrupt: bo
     is left alone. Takes seconds and a few hundred MiB beside the pool. corrupt: flip one byte of a stored block, to
     show that the test would notice.
 
-    Raises ConfigError or LayoutError when settings and layout cannot work on this machine.
+    Raises ConfigError or LayoutError when settings and layout cannot work on this machine, and ConfigError where host
+    memory is a kvtier-server's, which others live off.
     """
+    if settings.host.pool == "server":
+        raise ConfigError(
+            "host.pool = 'server': the selftest leaves a kvtier-server alone, for others live off it; to test this "
+            "machine with host memory of the selftest's own, set host.pool = 'own' (KVTIER_HOST__POOL=own)"
+        )
     start = time.perf_counter()
     settings = settings.model_copy(
         update={

@@ -84,14 +84,15 @@ def redis_below(url: str) -> Iterator[Below]:
 
 @contextmanager
 def server_below() -> Iterator[Below]:
-    """A kvtier-server of the demo's own, with a socket in a fresh directory and nothing below its memory; ended however
-    this ends. It starts when it is known how much memory it needs. Raises ConfigError when it does not start."""
+    """A kvtier-server of the demo's own, with a socket in a fresh directory and nothing below its memory, which is the
+    engines' host memory too; ended however this ends. It starts when it is known how much memory it needs. Raises
+    ConfigError when it does not start."""
     with ended_by_exception(), tempfile.TemporaryDirectory(prefix="kvtier-demo-") as directory, ExitStack() as stack:
         socket = Path(directory) / "socket"
 
         def overrides(num_blocks: int, block_bytes: int) -> dict[str, Any]:
             stack.enter_context(_server(socket, max(MIN_SERVER_BYTES, SERVER_SHARE * num_blocks * block_bytes)))
-            return {"disk": NO_DISK, "server": {"url": f"kvtier+unix://{socket}"}}
+            return {"disk": NO_DISK, "server": {"url": f"kvtier+unix://{socket}"}, "host": {"pool": "server"}}
 
         yield Below("server", overrides)
 

@@ -49,7 +49,8 @@ def command(
         bool,
         typer.Option(
             "--server",
-            help="Share the KV through a kvtier-server, which the demo starts and ends, in place of a disk.",
+            help="Keep the KV in the memory of a kvtier-server, which the demo starts and ends, in place of host "
+            "memory of each process's own and a disk.",
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
@@ -61,9 +62,10 @@ def command(
 
     Each returning turn is run recomputed, from the GPU prefix cache, and restored: the second turns from host memory,
     the third from disk, from Redis or from a kvtier-server, in a new process with nothing in memory, once the first
-    engine is closed. Times are medians; those recomputed and from the GPU prefix cache are over second and third turns.
-    The new process is warmed up by an unrelated prompt that shares no block with the conversations. Exits with 1 unless
-    the restored KV is bit-equal to what was there before and the tokens equal those of an engine that evicts nothing.
+    engine is closed. With --server host memory is the server's, for both. Times are medians; those recomputed and from
+    the GPU prefix cache are over second and third turns. The new process is warmed up by an unrelated prompt that
+    shares no block with the conversations. Exits with 1 unless the restored KV is bit-equal to what was there before
+    and the tokens equal those of an engine that evicts nothing.
     """
     import logging
 
@@ -119,6 +121,8 @@ def _run(
 
     if (disk is not None) + (redis is not None) + server > 1:
         raise ConfigError("--disk, --redis and --server: name one of them")
+    if server and corrupt:
+        raise ConfigError("--corrupt damages host memory of the engine's own; with --server that is the server's")
     torch.set_num_threads(1)  # bf16 sums come out alike only on one thread
     shared = server_below() if server else disk_below(disk) if redis is None else redis_below(redis)
     with shared as below:
@@ -135,7 +139,8 @@ def _run(
         config = EngineConfig(max_num_seqs=4, max_batch_tokens=MAX_BATCH_TOKENS, max_model_len=longest)
         layout = loaded.runner.layout
         session_blocks = -(-longest // layout.block_tokens)
-        overrides = {"host": {"size": HOST_SIZE}, **below.overrides(num_sessions * session_blocks, layout.block_bytes)}
+        overrides = below.overrides(num_sessions * session_blocks, layout.block_bytes)
+        overrides["host"] = {"size": HOST_SIZE, **overrides.get("host", {})}
         measurement = Measurement(loaded, conversations, overrides, config, progress, below.name)
         return measurement.run(
             small_blocks=SMALL_POOL_SESSIONS * session_blocks,
@@ -153,7 +158,7 @@ def _print_table(result: DemoResult) -> None:
     names = {
         "recompute": "recomputed",
         "gpu_hit": "in the GPU prefix cache",
-        "host": "restored from host memory",
+        "host": "restored from host memory" + (", the server's" if result.below_name == "server" else ""),
         result.below_name: f"restored from {BELOW[result.below_name]}, in a new process",
     }
     for key, name in names.items():

@@ -84,7 +84,7 @@ class Measurement:
     Three engines share the weights. One has kvtier and a pool that holds two sessions, so each has been evicted by the
     time that it returns, and is restored from host memory; the reference's pool holds everything; the last forgets its
     cache before each turn. Then the first engine is closed, and the third turns run in a new process over the same tier
-    below, disk or Redis, whose GPU pool and host pool begin empty; the same turns run on the other two engines here,
+    below, whose GPU pool and host pool begin empty; the same turns run on the other two engines here,
     after it answered.
 
     A session's three turns run one after the other, so that a machine that slows down slows all, and only one process

@@ -55,7 +55,7 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
     settings = load_settings(overrides=start.overrides)
     config = EngineConfig(**start.config)  # type: ignore[arg-type]
     with LLM(start.model_dir, num_blocks=start.num_blocks, config=config, settings=settings) as llm:
-        _warm_up(llm, start.warm_up_tokens)
+        _warm_up(llm, start.warm_up_tokens, owns_pool=settings.host.pool == "own")
         disk = _stats(llm).disk
         _send(answers, Ready(disk.recovered_blocks if disk is not None else 0))
         for line in iter(requests.readline, b""):
@@ -67,8 +67,8 @@ def _send(answers: BinaryIO, message: Ready | Turn) -> None:
     answers.flush()
 
 
-def _warm_up(llm: LLM, num_tokens: int) -> None:
-    """Compute one prompt that shares no block with the sessions, and let the host pool's pages come.
+def _warm_up(llm: LLM, num_tokens: int, *, owns_pool: bool) -> None:
+    """Compute one prompt that shares no block with the sessions, and let the pages of a host pool of our own come.
 
     A process's first forward pays for what a server pays once: libraries loaded at first use, memory without pages.
     """
@@ -78,7 +78,7 @@ def _warm_up(llm: LLM, num_tokens: int) -> None:
     tokens = llm.tokenizer.encode(manual(WARM_UP_MODULE))[:num_tokens]
     llm.generate([tokens], SamplingParams(max_tokens=2, ignore_eos=True))
     deadline = time.monotonic() + TOUCH_LIMIT_S
-    while time.monotonic() < deadline:
+    while owns_pool and time.monotonic() < deadline:
         stats = _stats(llm)
         if stats.host_touched_bytes >= stats.host_reserved_bytes:
             break

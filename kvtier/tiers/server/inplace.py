@@ -79,8 +79,11 @@ class InPlace:
         self, batch: Batch, requests: Sequence[WriteRequest], outcomes: list[WriteOutcome], deadline: float
     ) -> None:
         some = [requests[position] for position in batch.positions]
-        sums = [checksum(each.buffer) if each.checksum is None else each.checksum for each in some]
+        is_summed = self._keeper.has_checksums
+        sums = _sums(some) if is_summed else [0] * len(some)
         with self._keeper.connection(deadline) as (connection, era):
+            if connection.welcome.checksums and not is_summed:  # of another run, since
+                sums = _sums(some)
             slots: list[int] = []
             handles: list[int] = []
             placed: list[int] = []
@@ -260,6 +263,10 @@ class InPlace:
             if checksum(lease.view[: batch.block_bytes]) != adoption.checksum:
                 outcomes[position] = ReadOutcome.DAMAGED
                 damaged.append(requests[position].key)
+
+
+def _sums(requests: Sequence[WriteRequest]) -> list[int]:
+    return [checksum(each.buffer) if each.checksum is None else each.checksum for each in requests]
 
 
 def _adoption(request: ReadRequest) -> Adoption:

@@ -88,6 +88,8 @@ class Keeper:
         self._era = 0
         self._mapping: Mapping | None = None
         self._run_id = 0
+        self.has_checksums = True
+        """Whether the server keeps them, as it last told."""
         self._memory: HostMemory | None = None
         self._left: list[Connection] = []
         """That are lost, while slots of theirs are used."""
@@ -97,6 +99,7 @@ class Keeper:
         self._tries = threading.Condition()
         self._num_tries = 0
         self._is_wanted = False
+        self._why = "it was not tried yet"
         self._try_at = clock.now()
         self._pause_s = FIRST_PAUSE_S
         self._full_until = self._try_at
@@ -127,7 +130,7 @@ class Keeper:
             try:
                 connection = self._connection
                 if connection is None:
-                    raise LostError("the server's memory is not at hand")
+                    raise LostError(f"the server's memory is not at hand: {self._why}")
                 connection.begin(deadline)
                 try:
                     yield connection, self._era
@@ -209,6 +212,9 @@ class Keeper:
                 return
             try:
                 self._connect()
+            except ServerError as error:
+                self._why = str(error)
+                raise
             finally:
                 with self._tries:
                     self._num_tries += 1
@@ -242,6 +248,7 @@ class Keeper:
                 self._close(connection)
                 return
             self._connection = connection
+            self.has_checksums = connection.welcome.checksums
             self._era += 1
             if self._mapping is None:
                 self._mapping = mapping

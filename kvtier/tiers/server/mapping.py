@@ -69,6 +69,9 @@ class Mapping:
         except (OSError, ValueError, OverflowError) as error:
             self.close_fd()
             raise MappingError(f"its memory of {nbytes} bytes cannot be mapped here: {error}") from error
+        except ClosedError:
+            self.close_fd()
+            raise
         self.buffer: npt.NDArray[np.uint8]
         if addresses is not None:
             self.buffer = addresses.buffer[:nbytes]

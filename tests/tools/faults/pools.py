@@ -7,9 +7,12 @@ from tests.tools.mutation import Mutant
 SLOTS = "kvtier/slots.py"
 GRANTED = "kvtier/granted.py"
 GRANTS = "kvtier/grants.py"
+ROOM = "connectors/kvtier_connectors/room.py"
+STORING = "connectors/kvtier_connectors/storing.py"
 
 POOL_TESTS = ("tests/core/test_pool.py",)
 GRANTED_TESTS = ("tests/core/test_granted.py",)
+STORING_TESTS = ("tests/connectors/test_storing.py",)
 
 MUTANTS: list[Mutant] = [
     Mutant(
@@ -131,5 +134,37 @@ MUTANTS: list[Mutant] = [
         old="        try:\n            super()._close_owner(owner)\n        finally:\n            self._tell_work()\n",
         new="        super()._close_owner(owner)\n        self._tell_work()\n",
         tests=GRANTED_TESTS,
+    ),
+    Mutant(
+        name="room: a block is dropped though a slot is about to come",
+        rules=(),
+        file=STORING,
+        old="if reservation is DropReason.HOST_FULL and self.room.note_full():",
+        new="if reservation is DropReason.HOST_FULL and not self.room.note_full():",
+        tests=STORING_TESTS,
+    ),
+    Mutant(
+        name="room: a block waits for a slot for ever",
+        rules=(),
+        file=ROOM,
+        old=" and self._clock.now() - since < MAX_WAIT_S",
+        new="",
+        tests=STORING_TESTS,
+    ),
+    Mutant(
+        name="room: the wait goes on where the last one ended",
+        rules=(),
+        file=STORING,
+        old="            self.room.note_room()\n",
+        new="",
+        tests=STORING_TESTS,
+    ),
+    Mutant(
+        name="room: an engine without requests is not told to look again",
+        rules=(),
+        file=ROOM,
+        old="        return soon if end is None else min(soon, end)",
+        new="        return end",
+        tests=STORING_TESTS,
     ),
 ]
