@@ -101,8 +101,10 @@ class LowerTiers:
 
     def detach(self, name: str, timeout: float) -> None:
         """Close it within `timeout` seconds. Stages that read from it end; what is not written there is dropped, so
-        `flush` first. Raises ConfigError where there is none of that name."""
+        `flush` first. Raises ConfigError where there is none of that name, and for one whose memory host memory is."""
         gone = self.find(name)
+        if gone.tier.adopts:
+            raise ConfigError(f"host.pool = 'server': host memory is the {name} tier's, which goes with the store")
         self.tiers = tuple(lower for lower in self.tiers if lower is not gone)
         gone.close(timeout)
         self._stager.detach(gone)

@@ -79,8 +79,12 @@ class Filler:
         )
         for (read, adoption), outcome in zip(wanted, outcomes, strict=True):
             read.note_outcome(outcome)
-            if adoption.lease is not None:
+            if adoption.lease is None:
+                continue
+            if read.failure is None:
                 read.failure = self.fence.reserve(read, adoption.lease, number)
+            else:  # whatever went wrong came after it
+                adoption.lease.release()
 
     def _count(self, number: int) -> None:
         with self._lock:

@@ -60,6 +60,18 @@ class Named(Looked):
             self._tell_evicted(evicted)
         return leases
 
+    def give_way(self, nbytes: int, number: int) -> None:
+        """Forget up to `number` blocks of this size class, those that go next, without need of a slot. The lock is
+        given up between one and the next."""
+        evicted: list[Eviction] = []
+        try:
+            for _ in range(number):
+                with self._lock:
+                    if self._closed or self._evict(nbytes, "", evicted) is not None:
+                        break
+        finally:
+            self._tell_evicted(evicted)
+
     def publish(
         self,
         namespace: bytes,

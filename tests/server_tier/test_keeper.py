@@ -35,7 +35,7 @@ from kvtier.testing import FakeClock
 from kvtier.tiers.base import Adoption, ReadOutcome, ReadRequest, WriteOutcome, WriteRequest
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.server import ServerTier
-from kvtier.tiers.server.keeper import FULL_PAUSE_S, SERVER_SHARE
+from kvtier.tiers.server.keeper import FULL_PAUSE_S, REFUSED_PAUSE_S, SERVER_SHARE
 from tests.server_tier.rig import (
     BLOCK_BYTES,
     POOL_BYTES,
@@ -242,10 +242,15 @@ def test_a_server_that_has_no_more_slots_is_not_asked_all_the_time(server: FakeS
 
 
 @pytest.mark.parametrize("code", ["failed", "invalid", "busy"])
-def test_a_server_that_refuses_to_grant_is_asked_again(server: FakeServer, code: str) -> None:
+def test_a_server_that_refuses_to_grant_is_asked_again_now_and_then_and_named_once(
+    server: FakeServer, code: str, caplog: pytest.LogCaptureFixture
+) -> None:
     server.lies[Grant] = lambda m: [Failed(m.id, code, "no")]
     with served(server) as rig:
+        began = time.monotonic()
         until("it is asked twice", lambda: len(server.heard_of(Grant)) >= 2)
+        assert len(server.heard_of(Grant)) <= 2 + (time.monotonic() - began) / REFUSED_PAUSE_S
+        assert sum("see host.slab of the server" in line for line in caplog.messages) == 1
         assert rig.num_free == 0
         assert server.num_accepted <= 2, "the connection is of use"
         del server.lies[Grant]

@@ -25,6 +25,7 @@ from kvtier_connectors.vllm.pages import Pages
 from kvtier_kernels import BlockPlanes
 from kvtier_kernels.device import DevicePlanes
 from tests.vllm.plugin import OpenRig, fill, half, prompt, stats, verify_quiet, worker
+from tests.vllm.scheduler_rig import SchedulerRig
 
 HEADS, TOKENS, WIDTH = 2, 32, 32
 
@@ -189,6 +190,12 @@ def test_any_traffic_through_the_way_for_devices(seed: int, on_a_device: None, o
     verify_quiet(rig)
 
 
+def is_pinned(rig: SchedulerRig) -> bool:
+    """Whether the worker's thread got to an end with it, soon."""
+    taking = worker(rig)._known_memory._taking
+    return taking is not None and taking.is_ready.wait(10)
+
+
 class Driver:
     """A GPU's event and driver, told when to go on."""
 
@@ -234,7 +241,7 @@ def test_nothing_is_stored_while_host_memory_is_not_pinned_and_no_step_waits(dri
     ledger = half(rig).stats().ledger
     assert (ledger.stored, DropReason.BACKLOG in ledger.dropped) == (0, True)
     driver.may_pin.set()
-    assert worker(rig)._is_pinned.wait(10)
+    assert is_pinned(rig)
     fill(rig, "later ")
     assert half(rig).stats().ledger.stored > 0
     assert driver.recorded > 0, "copies begin behind an event"
@@ -249,7 +256,7 @@ def test_memory_that_cannot_be_pinned_is_told_and_used(
     driver.may_pin.set()
     rig = open_rig(num_blocks=24)
     fill(rig)
-    assert worker(rig)._is_pinned.wait(10)
+    assert is_pinned(rig)
     fill(rig, "later ")
     assert half(rig).stats().ledger.stored > 0
     assert "did not pin the 16 MiB" in caplog.text

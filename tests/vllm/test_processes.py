@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import is_anothers
+from tests.server.daemon_rig import ServerProcess, short_directory
 
 NUM_FULL = 9  # blocks of 32 in 300 tokens
 
@@ -27,17 +28,16 @@ def ask(llm, tokens):
     logprobs = [steps[token].logprob for token, steps in zip(answer.token_ids, answer.logprobs)]
     return [output.num_cached_tokens, list(answer.token_ids), logprobs]
 
-def main(model, disk, *numbers):
+def main(model, settings, *numbers):
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
-    settings = {"host.size": "256MiB", "disk.path": [disk], "disk.size": "1GiB", "disk.min_free": 1}
     transfer = KVTransferConfig(
         kv_connector="KVTierConnector",
         kv_connector_module_path="kvtier_connectors.vllm",
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
-        kv_connector_extra_config={"settings": settings},
+        kv_connector_extra_config={"settings": json.loads(settings)},
     )
     llm = LLM(
         model=model,
@@ -71,11 +71,11 @@ if __name__ == "__main__":
 """
 
 
-def run_engine(directory: Path, model: Path, disk: Path, numbers: str) -> dict[str, Any]:
+def run_engine(directory: Path, model: Path, settings: dict[str, object], numbers: str) -> dict[str, Any]:
     """An engine with three workers in processes of their own, which is asked the prompts of these numbers in turn."""
     script = directory / "engine.py"  # the workers' processes import the main module
     script.write_text(ENGINE)
-    command = [sys.executable, "-W", "ignore", str(script), str(model), str(disk), *numbers]
+    command = [sys.executable, "-W", "ignore", str(script), str(model), json.dumps(settings), *numbers]
     environment = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     before = shared_memory()
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, check=False)
@@ -97,11 +97,28 @@ def shared_memory() -> set[Path]:
 def test_a_restore_of_three_workers_is_a_prefix_hit_bit_for_bit_in_another_process_too(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    first = run_engine(tmp_path, model_dir, tmp_path / "disk", "00120")
+    disk = {"disk.path": [str(tmp_path / "disk")], "disk.size": "1GiB", "disk.min_free": 1}
+    settings = {"host.size": "256MiB"} | disk
+    first = run_engine(tmp_path, model_dir, settings, "00120")
     cold, hit, _, _, restored = first["answers"]
     assert (cold[0], hit[0]) == (0, NUM_FULL * 32)
     assert restored == hit, "from host memory"
     assert (first["hits"], first["dropped"], first["errors"]) == ({"host": NUM_FULL}, {}, [])
-    second = run_engine(tmp_path, model_dir, tmp_path / "disk", "0")
+    second = run_engine(tmp_path, model_dir, settings, "0")
     assert second["answers"] == [hit], "from disk"
     assert (second["hits"], second["dropped"], second["errors"]) == ({"disk": NUM_FULL}, {}, [])
+
+
+@pytest.mark.timeout(600)
+def test_three_workers_copy_to_and_from_a_servers_memory(model_dir: Path, tmp_path: Path) -> None:
+    sizes = {"host.size": "1GiB", "host.slab": "64MiB"}
+    with short_directory() as directory, ServerProcess(directory, sizes) as server:
+        url = f"kvtier+unix://{server.socket}"
+        settings = {"host.pool": "server", "host.size": "512MiB", "server.url": url, "server.timeout_s": 5.0}
+        first = run_engine(tmp_path, model_dir, settings, "0012")
+        cold, hit, _, _ = first["answers"]
+        assert (cold[0], hit[0]) == (0, NUM_FULL * 32)
+        assert (first["dropped"], first["errors"]) == ({}, [])
+        second = run_engine(tmp_path, model_dir, settings, "0")
+        assert second["answers"] == [hit]
+        assert (second["hits"], second["dropped"], second["errors"]) == ({"server": NUM_FULL}, {}, [])

@@ -13,11 +13,13 @@ __all__ = ["HostAddress", "Landed", "StepPlan", "StepReport"]
 
 @dataclass(frozen=True)
 class HostAddress:
-    """Where the host pool is: an open memfd of the process that has the scheduler half."""
+    """Where the host pool is: an open memfd of the process that has the scheduler half. run: as HostMemory's; 0: the
+    engine's own, which stays, as that of a kvtier-server does not."""
 
     pid: int
     fd: int
     num_bytes: int
+    run: int = 0
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ class StepPlan(KVConnectorMetadata):
     """To the workers. serial: counts plans. is_idle: the step computes nothing."""
 
     serial: int
-    host: HostAddress
+    host: HostAddress | None
+    """What these and later jobs' offsets are of; None: as they were told last."""
     jobs: tuple[CopyJob, ...]
     fence: tuple[int, ...]
     """Jobs that read what this step's forward writes."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from itertools import islice
 
@@ -27,11 +26,12 @@ from kvtier_connectors.contract import (
     StepDemand,
 )
 from kvtier_connectors.scheduler import KVTierScheduler
+from kvtier_connectors.vllm.address import AddressTeller
 from kvtier_connectors.vllm.asked import RequestOptions
 from kvtier_connectors.vllm.blocks import VllmBlocks
 from kvtier_connectors.vllm.events import HostEvents
 from kvtier_connectors.vllm.live import ABORTED, Live, Load, LoadJobs, StepLimits
-from kvtier_connectors.vllm.messages import HostAddress, Landed, StepPlan, StepReport
+from kvtier_connectors.vllm.messages import Landed, StepPlan, StepReport
 from kvtier_connectors.vllm.telemetry import KVTierStats, Telemetry
 from kvtier_connectors.vllm.work import PromptWork
 
@@ -65,8 +65,7 @@ class SchedulerSide:
         self._step_budget, self._num_ranks = limits
         self.space = self.store.open_space(namespace)
         self._by_tier = StoreEvents.open(self.store, self.space)
-        memory = self.store.pool
-        self._host = HostAddress(os.getpid(), memory.fd, memory.buffer.nbytes)
+        self._address = AddressTeller(self.store)
         self._manager: KVCacheManager | None = None
         self._blocks: VllmBlocks | None = None
         self._halves: KVTierScheduler | None = None
@@ -207,7 +206,7 @@ class SchedulerSide:
 
     def empty_plan(self) -> StepPlan:
         """Nothing to do."""
-        return StepPlan(self._serial, self._host, (), (), ())
+        return StepPlan(self._serial, self._address.to_tell(self._serial), (), (), ())
 
     def _plan_copies(self, output: SchedulerOutput) -> StepPlan:
         assert self._blocks is not None
@@ -223,10 +222,11 @@ class SchedulerSide:
             self._jobs.note(job, self._loads)
         landed, self._landed, self._unsent = tuple(self._landed), [], ()
         is_idle = not output.total_num_scheduled_tokens
-        return StepPlan(self._serial, self._host, plan.jobs, plan.fence, landed, is_idle)
+        return StepPlan(self._serial, self._address.to_tell(self._serial), plan.jobs, plan.fence, landed, is_idle)
 
     def take_report(self, report: StepReport) -> None:
         """A step ended in every worker: what its forward filled holds KV now, and copies came to their ends."""
+        self._address.note_begun(report.serial)
         self._take_results(report.results)
         self._work.end(report.serial)
         for request_id, live in list(self._computing.items()):

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import os
-import threading
+import logging
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from kvtier.memory import PoolMemory
 from kvtier_connectors.contract import CopyDirection, CopyFailure, CopyJob, CopyResult, TransferPlan
 from kvtier_connectors.vllm.device import Device
+from kvtier_connectors.vllm.memory import WorkerMemory
 from kvtier_connectors.vllm.messages import HostAddress, StepPlan, StepReport
 from kvtier_connectors.vllm.pages import Pages
 from kvtier_connectors.worker import KVTierWorker
 
 __all__ = ["WorkerSide"]
 
+logger = logging.getLogger("kvtier.vllm")
+
 IDLE_S = 0.002
 """How long a step that computes nothing waits at most for the first copy that ends: vLLM would only ask again, and so
 keep the copying thread from its work."""
-PIN_JOIN_S = 1.0
-"""How long an end waits at most for the driver to have pinned host memory."""
 FENCE_S = 0.25
 """How long a step waits at most for copies of what it overwrites: hundreds of blocks take a few milliseconds."""
 
@@ -34,7 +30,10 @@ FENCE_S = 0.25
 class WorkerSide:
     """Owns the copying thread of one worker. Called by vLLM's model runner, in its order of a step. Nothing blocks, but
     for copies of what the step is about to overwrite, and for any copy where it has nothing to compute: each within a
-    bound."""
+    bound.
+
+    Until host memory is pinned, where it is to be, nothing is stored: no step waits for a copy that is slow for want of
+    it. Loads are not waited for by steps."""
 
     def __init__(self, pages: Pages, rank: int) -> None:
         """rank: of this worker among those that hold parts of the same blocks."""
@@ -42,11 +41,11 @@ class WorkerSide:
         self._rank = rank
         self._device: Device | None = None
         self._worker: KVTierWorker | None = None
-        self._memory: PoolMemory | None = None
-        self._is_pinned = threading.Event()
-        """Until then nothing is stored: no step waits for a copy that is slow for want of it. Loads are not waited for
-        by steps."""
-        self._pinning: threading.Thread | None = None
+        self._memory: WorkerMemory | None = None
+        self._host: HostAddress | None = None
+        """Where the pool is, as it was told last."""
+        self._why: str | None = None
+        """What was logged last of why nothing is copied."""
         self._serial = 0
         self._is_idle = False
         self._outstanding: set[int] = set()
@@ -61,6 +60,7 @@ class WorkerSide:
         """Raises LayoutError for caches that are not what was configured, or that do not keep what is copied there."""
         self._device = Device(self._pages.planes(kv_caches))
         self._device.prove()
+        self._memory = WorkerMemory(self._device)
 
     def begin_step(self, plan: StepPlan) -> None:
         """Queue the plan's copies, once however often it is told. Whatever it raises, each is told the end of."""
@@ -70,9 +70,10 @@ class WorkerSide:
         for landed in plan.landed:
             self._received.add(landed.request_id)
             self._lost.update(landed.lost)
+        self._host = plan.host or self._host
         unsubmitted = {job.job_id: job for job in plan.jobs}
         try:
-            copier = self._copier(plan.host)
+            copier = self._copier(bool(plan.jobs))
             # A load may go to blocks whose old content is to be stored first: the copying thread does loads before
             # stores.
             self._submit(copier, unsubmitted, CopyDirection.STORE)
@@ -103,22 +104,21 @@ class WorkerSide:
         """Idempotent."""
         if self._worker is not None:
             self._outstanding -= {result.job_id for result in self._worker.close(1.0)}
-        if self._pinning is not None:
-            self._pinning.join(PIN_JOIN_S)
-            if self._pinning.is_alive() or self._outstanding:
-                return  # the driver, or a copy that hangs, has the mapping: it stays for the life of the process
-            self._known_device.unpin()
         if self._memory is not None:
-            self._memory.close()
+            self._memory.close(is_used=bool(self._outstanding))
 
-    def _submit(self, copier: KVTierWorker, unsubmitted: dict[int, CopyJob], direction: CopyDirection) -> None:
-        """Give the copying thread the jobs of one direction, and take them out of those that are not submitted."""
+    def _submit(self, copier: KVTierWorker | None, unsubmitted: dict[int, CopyJob], direction: CopyDirection) -> None:
+        """Give the copying thread, if there is one, the jobs of one direction, and take them out of those that are not
+        submitted."""
         shift = self._rank * self._pages.rank_bytes
         jobs = [job for job in unsubmitted.values() if job.direction is direction]
-        if jobs and direction is CopyDirection.STORE and not self._is_pinned.is_set():
+        if not jobs or copier is None:
+            return
+        memory = self._known_memory
+        if direction is CopyDirection.STORE and not memory.is_ready:
             self._fail({job.job_id: unsubmitted.pop(job.job_id) for job in jobs}, CopyFailure.BACKLOG)
             return
-        written = self._known_device.written() if jobs else None
+        written = memory.after(self._known_device.written())
         for job in jobs:
             mine = replace(job, offsets=tuple(offset + shift for offset in job.offsets))
             copier.submit(TransferPlan((mine,), 0), written)
@@ -149,32 +149,40 @@ class WorkerSide:
         self._results += told
         return told
 
-    def _copier(self, host: HostAddress) -> KVTierWorker:
-        if self._worker is None:
-            device = self._known_device
-            # A second mapping in the scheduler's process too: its pages are there already, and are only to be entered.
-            self._memory = memory = PoolMemory(host.num_bytes, fd=_open(host), touch=not device.is_gpu)
-            if device.is_gpu:
-                pin = partial(self._pin, device, memory.buffer)
-                self._pinning = threading.Thread(target=pin, name="kvtier-pin", daemon=True)
-                self._pinning.start()
-            else:
-                self._is_pinned.set()
-            self._worker = KVTierWorker(device.planes, memory.buffer, backend=device.backend, rank=self._rank)
-        return self._worker
+    def _copier(self, has_jobs: bool) -> KVTierWorker | None:
+        """Who copies between the KV cache and the memory that was told last; None: nobody can, and why is logged."""
+        why = self._why_unmapped()
+        if why is None:
+            self._why = None
+            if self._worker is None and self._host is not None:
+                device, memory = self._known_device, self._known_memory
+                self._worker = KVTierWorker(device.planes, memory.buffer, backend=device.backend, rank=self._rank)
+            return self._worker
+        if has_jobs and why != self._why:
+            self._why = why
+            logger.error("nothing is copied to or from host memory: %s", why)
+        return None
 
-    def _pin(self, device: Device, memory: npt.NDArray[np.uint8]) -> None:
-        try:
-            device.pin(memory)
-        finally:
-            self._is_pinned.set()
+    def _why_unmapped(self) -> str | None:
+        """None where it is mapped or about to be: sees to it that it is."""
+        memory, host = self._known_memory, self._host
+        if host is None:
+            return "it is not known yet where that is"
+        if memory.host == host and not memory.must_try_again:
+            return memory.error
+        self._take_results(0.0)
+        if self._outstanding:
+            # They would go on in what takes its place: in slots that may be anybody's.
+            return f"it is another by now, and {len(self._outstanding)} copies of before have not ended"
+        memory.take(host)
+        return memory.error
 
     @property
     def _known_device(self) -> Device:
         assert self._device is not None, "vLLM registers its caches before the first step"
         return self._device
 
-
-def _open(host: HostAddress) -> int:
-    """A descriptor of the host pool of another process, or of this one."""
-    return os.open(f"/proc/{host.pid}/fd/{host.fd}", os.O_RDWR | os.O_CLOEXEC)
+    @property
+    def _known_memory(self) -> WorkerMemory:
+        assert self._memory is not None, "vLLM registers its caches before the first step"
+        return self._memory

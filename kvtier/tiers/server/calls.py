@@ -75,6 +75,10 @@ class Caller:
         except ServerError as error:
             raise TierError(f"the server tier: {error}") from error
 
+    def say(self, kind: str, text: str) -> None:
+        """Something about which a person can do something, once in a while."""
+        self._notices.say(kind, f"server.url = {self._url}: {text}")
+
     def note(self, error: ServerError) -> bool:
         """Count it, and say it where a person can do something about it; what passes by itself the guard tells.
         Whether it is said now, or was."""

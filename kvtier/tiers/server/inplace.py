@@ -143,10 +143,9 @@ class InPlace:
         damaged: list[Key] = []
         try:
             for batch in batches(blocks, BATCH_BYTES):
-                below = self._adopt(batch, requests, outcomes, deadline)
+                below = self._adopt(batch, requests, outcomes, damaged, deadline)
                 if below:
-                    self._bring(batch._replace(positions=below), requests, outcomes, deadline)
-                self._verify(batch, requests, outcomes, damaged)
+                    self._bring(batch._replace(positions=below), requests, outcomes, damaged, deadline)
             if damaged:
                 self.num_damaged += len(damaged)
                 self._forget(damaged, deadline)
@@ -159,17 +158,24 @@ class InPlace:
         return outcomes
 
     def _adopt(
-        self, batch: Batch, requests: Sequence[ReadRequest], outcomes: list[ReadOutcome], deadline: float
+        self,
+        batch: Batch,
+        requests: Sequence[ReadRequest],
+        outcomes: list[ReadOutcome],
+        damaged: list[Key],
+        deadline: float,
     ) -> list[int]:
-        """Of what is in the server's host memory; the positions of those that it has in a lower tier."""
+        """Of what is in the server's host memory; the positions of those that it has in a lower tier. What was adopted
+        is OK once it was found to be what was stored."""
         slot_bytes = -(-batch.block_bytes // PAGE_BYTES) * PAGE_BYTES
-        room = (self._pool.nbytes - self._pool.granted_bytes) // slot_bytes
-        positions, beyond = batch.positions[:room], batch.positions[room:]
-        for position in beyond:  # it is there, and cannot be had now
-            outcomes[position] = ReadOutcome.REFUSED
-        if not positions:
-            return []
+        adopted: list[int] = []
         with self._keeper.connection(deadline) as (connection, era):
+            room = self._keeper.make_room(connection, slot_bytes, len(batch.positions))
+            positions, beyond = batch.positions[:room], batch.positions[room:]
+            for position in beyond:  # it is there, and cannot be had now
+                outcomes[position] = ReadOutcome.REFUSED
+            if not positions:
+                return []
             answer = self._ask(connection, batch._replace(positions=positions), requests, 0, outcomes)
             if answer is None:
                 return []
@@ -188,17 +194,25 @@ class InPlace:
                         adoption.lease = self._pool.adopt(slot_bytes, handle, offset, adoption.owner, era)
                     if adoption.lease is None:
                         refused.append(handle)
-                    outcomes[position] = ReadOutcome.REFUSED if adoption.lease is None else ReadOutcome.OK
+                        outcomes[position] = ReadOutcome.REFUSED
+                    else:
+                        adopted.append(position)
                 elif outcome == StageOutcome.TIMEOUT:
                     below.append(position)
                 else:
                     outcomes[position] = READ_OUTCOMES[outcome]
             if refused:
                 connection.say(Release(0, refused))
-            return below
+        self._verify(batch._replace(positions=adopted), requests, outcomes, damaged)
+        return below
 
     def _bring(
-        self, batch: Batch, requests: Sequence[ReadRequest], outcomes: list[ReadOutcome], deadline: float
+        self,
+        batch: Batch,
+        requests: Sequence[ReadRequest],
+        outcomes: list[ReadOutcome],
+        damaged: list[Key],
+        deadline: float,
     ) -> None:
         """Have the server read from its lower tiers, on a connection of its own, since it is waited for; what has come
         stays in its memory until it is adopted."""
@@ -213,7 +227,7 @@ class InPlace:
                 if outcome == StageOutcome.OK:
                     come.append(position)
             if come:
-                self._adopt(batch._replace(positions=come), requests, outcomes, deadline)
+                self._adopt(batch._replace(positions=come), requests, outcomes, damaged, deadline)
                 connection.say(Release(0, answer.leases))
                 for lease in answer.leases:
                     del connection.held[lease]
@@ -257,11 +271,10 @@ class InPlace:
         """What was adopted is what was stored, or it is DAMAGED."""
         for position in batch.positions:
             adoption = _adoption(requests[position])
-            lease = adoption.lease
-            if outcomes[position] is not ReadOutcome.OK or lease is None or adoption.checksum is None:
-                continue
-            if checksum(lease.view[: batch.block_bytes]) != adoption.checksum:
-                outcomes[position] = ReadOutcome.DAMAGED
+            assert adoption.lease is not None
+            is_well = adoption.checksum in (None, checksum(adoption.lease.view[: batch.block_bytes]))
+            outcomes[position] = ReadOutcome.OK if is_well else ReadOutcome.DAMAGED
+            if not is_well:
                 damaged.append(requests[position].key)
 
 

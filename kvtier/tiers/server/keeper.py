@@ -17,7 +17,7 @@ from kvtier.memory import HostMemory
 from kvtier.protocol.messages import MAX_BLOCKS, Abort, Grant, Granted, Release
 from kvtier.tiers.server.calls import Caller
 from kvtier.tiers.server.connection import Connection
-from kvtier.tiers.server.failures import DeadlineError, LostError, ServerError
+from kvtier.tiers.server.failures import DeadlineError, LostError, RefusedError, ServerError
 from kvtier.tiers.server.mapping import Mapping, Mappings
 from kvtier.tiers.server.opening import ForeignError, Opener
 
@@ -31,6 +31,8 @@ SERVER_SHARE = 16
 """Slots without a block that are held at most: as many bytes as this, and no more than that part of what the pool may
 have, nor of the server's memory. An engine whose GPU pool turns over fills them within some steps, and they are had
 again in milliseconds."""
+HELD_SHARE = 2
+"""Of the server's memory one client may hold so much at once, whatever for."""
 REFILL_SHARE = 0.75
 """Of its stock, below which a size class is refilled."""
 IDLE_S = 0.1
@@ -39,6 +41,8 @@ LONGEST_PAUSE_S = 1.0
 """Between two tries to reach a server that is gone."""
 FULL_PAUSE_S = 0.05
 """After the server had no more slots for us."""
+REFUSED_PAUSE_S = 1.0
+"""After it said that it can have none."""
 JOIN_S = 5.0
 
 
@@ -47,6 +51,9 @@ class ForgetfulHost(Protocol):
 
     def forget_slots(self, slots: Sequence[int], is_idle: Callable[[int], bool]) -> None:
         """Name no block any more in those of these that are idle."""
+
+    def give_way(self, nbytes: int, number: int) -> None:
+        """Forget so many blocks of this size class, those that go next and that nobody leases."""
 
 
 class Keeper:
@@ -139,6 +146,19 @@ class Keeper:
                         self._lose(connection)
             finally:
                 self._lock.release()
+
+    def make_room(self, connection: Connection, slot_bytes: int, wanted: int) -> int:
+        """How many slots more may be had of the server for blocks that it holds, `wanted` at most: blocks of ours that
+        it does not hold give way, and then the stock, by whoever has `connection`."""
+        mapped_bytes = 0 if connection.mapping is None else connection.mapping.nbytes
+        most = min(self.pool.nbytes, mapped_bytes // HELD_SHARE)
+        for each in sorted(self.pool.classes(), key=lambda size: size != slot_bytes):
+            short = wanted * slot_bytes - (most - self.pool.granted_bytes)
+            if short > 0 and self._host is not None:
+                number = -(-short // each)
+                self._host.give_way(each, number)
+                self._abort(connection, self.pool.take_surplus(each, number))
+        return min(wanted, max(0, self.pool.nbytes - self.pool.granted_bytes) // slot_bytes)
 
     def probe(self, deadline: float) -> None:
         """Whether there is a connection by then. Raises a TierError for why not."""
@@ -293,7 +313,7 @@ class Keeper:
 
     def _refill(self, connection: Connection, era: int) -> None:
         now = self._clock.now()
-        if 0.0 < self._full_until - now <= FULL_PAUSE_S:
+        if 0.0 < self._full_until - now <= REFUSED_PAUSE_S:
             return
         classes = self.pool.classes()
         most = 0 if connection.mapping is None else connection.mapping.nbytes // SERVER_SHARE
@@ -310,7 +330,17 @@ class Keeper:
     def _ask_for(self, connection: Connection, era: int, slot_bytes: int, wanted: int) -> None:
         while wanted > 0:
             asked = min(wanted, MAX_BLOCKS)
-            answer = connection.call(partial(Grant, block_bytes=slot_bytes, number=asked), Granted)
+            try:
+                answer = connection.call(partial(Grant, block_bytes=slot_bytes, number=asked), Granted)
+            except RefusedError as error:
+                if error.is_final:
+                    raise
+                self._caller.say(
+                    "grant",
+                    f"{error}; no block of {slot_bytes} bytes is stored, or restored: see host.slab of the server",
+                )
+                self._rest(slot_bytes, REFUSED_PAUSE_S)
+                return
             self.check_slots(connection, answer.offsets, slot_bytes)
             if len(answer.offsets) > asked:
                 raise connection.garbled(f"{len(answer.offsets)} slots where {asked} were asked for")
@@ -321,9 +351,13 @@ class Keeper:
             self._abort(connection, beyond)
             wanted -= len(answer.offsets)
             if beyond or len(answer.offsets) < asked:  # we hold as much as we may, or all there is is held
-                self._full_until = self._clock.now() + FULL_PAUSE_S
-                self.pool.want(slot_bytes, 0)
+                self._rest(slot_bytes, FULL_PAUSE_S)
                 return
+
+    def _rest(self, slot_bytes: int, pause_s: float) -> None:
+        """Ask for no slots for a while."""
+        self._full_until = self._clock.now() + pause_s
+        self.pool.want(slot_bytes, 0)
 
     def _abort(self, connection: Connection, handles: Sequence[int]) -> None:
         for start in range(0, len(handles), MAX_BLOCKS):
