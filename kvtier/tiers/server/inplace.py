@@ -272,7 +272,9 @@ class InPlace:
         for position in batch.positions:
             adoption = _adoption(requests[position])
             assert adoption.lease is not None
-            is_well = adoption.checksum in (None, checksum(adoption.lease.view[: batch.block_bytes]))
+            is_well = adoption.checksum is None or (
+                adoption.checksum == checksum(adoption.lease.view[: batch.block_bytes])
+            )
             outcomes[position] = ReadOutcome.OK if is_well else ReadOutcome.DAMAGED
             if not is_well:
                 damaged.append(requests[position].key)

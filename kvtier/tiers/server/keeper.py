@@ -158,6 +158,7 @@ class Keeper:
                 number = -(-short // each)
                 self._host.give_way(each, number)
                 self._abort(connection, self.pool.take_surplus(each, number))
+                self._give_back(connection, self._era)
         return min(wanted, max(0, self.pool.nbytes - self.pool.granted_bytes) // slot_bytes)
 
     def probe(self, deadline: float) -> None:
@@ -318,6 +319,7 @@ class Keeper:
         classes = self.pool.classes()
         most = 0 if connection.mapping is None else connection.mapping.nbytes // SERVER_SHARE
         stock_bytes = min(STOCK_BYTES, self.pool.nbytes // STOCK_SHARE, most) // max(1, len(classes))
+        refused: RefusedError | None = None
         for slot_bytes, there in classes.items():
             stock = max(1, stock_bytes // slot_bytes)
             self.pool.want(slot_bytes, max(1, int(stock * REFILL_SHARE)))
@@ -325,7 +327,14 @@ class Keeper:
                 self._abort(connection, self.pool.take_surplus(slot_bytes, there.num_free - stock))
             elif there.num_free <= stock * REFILL_SHARE:
                 room = (self.pool.nbytes - self.pool.granted_bytes) // slot_bytes
-                self._ask_for(connection, era, slot_bytes, min(stock - there.num_free, room))
+                try:
+                    self._ask_for(connection, era, slot_bytes, min(stock - there.num_free, room))
+                except RefusedError as error:  # of blocks that it can never hold: others are had all the same
+                    refused = error
+                    if error.is_final:
+                        break
+        if refused is not None:
+            raise refused
 
     def _ask_for(self, connection: Connection, era: int, slot_bytes: int, wanted: int) -> None:
         while wanted > 0:
