@@ -74,17 +74,19 @@ class Filler:
         if not wanted:
             return
         self._count(len(wanted))
-        outcomes = reads[0].source.tier.read(
-            [ReadRequest(make_key(read.namespace, read.digest), NO_BYTES, adoption) for read, adoption in wanted]
-        )
-        for (read, adoption), outcome in zip(wanted, outcomes, strict=True):
-            read.note_outcome(outcome)
-            if adoption.lease is None:
-                continue
-            if read.failure is None:
-                read.failure = self.fence.reserve(read, adoption.lease, number)
-            else:  # whatever went wrong came after it
-                adoption.lease.release()
+        try:
+            outcomes = reads[0].source.tier.read(
+                [ReadRequest(make_key(read.namespace, read.digest), NO_BYTES, adoption) for read, adoption in wanted]
+            )
+            for (read, adoption), outcome in zip(wanted, outcomes, strict=True):
+                read.note_outcome(outcome)
+                if read.failure is None and adoption.lease is not None:
+                    lease, adoption.lease = adoption.lease, None
+                    read.failure = self.fence.reserve(read, lease, number)
+        finally:
+            for _, adoption in wanted:  # a slot whose block is not well, or of which something failed since
+                if adoption.lease is not None:
+                    adoption.lease.release()
 
     def _count(self, number: int) -> None:
         with self._lock:

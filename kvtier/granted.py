@@ -14,7 +14,6 @@ from kvtier.slots import Mapped, SlotPool
 
 __all__ = ["GrantedPool", "Handle", "SlotKind", "Stock"]
 
-
 PRIVATE, SPARE, SHARED, LOST = SlotKind  # names of this module: an enumeration finds its members slowly
 GONE = 0  # no slot has this id
 
@@ -40,7 +39,7 @@ class GrantedPool(SlotPool):
         self._groups = self._classes
         self._class_ids: dict[int, int] = {}  # by slot_bytes
         self._kinds = bytearray()  # by slot, as the next
-        self._handles = array("Q")
+        self._handles = array("Q")  # of lost ones their era
         self._slot_of: dict[int, int] = {}  # by handle, of all that are not lost
         self._era: int | None = None
         self._lost_era: int | None = None
@@ -70,6 +69,11 @@ class GrantedPool(SlotPool):
         """Slots of connections that are no more, which somebody uses still."""
         with self._lock:
             return sum(each.num_slots for each in self._classes) - len(self._slot_of)
+
+    def lost_eras(self) -> set[int]:
+        """Which connections these slots are of. O(slots)."""
+        with self._lock:
+            return {self._handles[slot] for slot, kind in enumerate(self._kinds) if kind == LOST}
 
     def slot_bytes(self, nbytes: int) -> int:
         """The size class for blocks of `nbytes`; raises LayoutError when the pool could hold none."""
@@ -218,7 +222,7 @@ class GrantedPool(SlotPool):
                     self._drop(slot)
                 slots.clear()
             for slot in self._slot_of.values():
-                self._kinds[slot] = LOST
+                self._kinds[slot], self._handles[slot] = LOST, self._era
                 self._note_idle(slot)
             self._slot_of.clear()
             self._returned.clear()
@@ -331,11 +335,7 @@ class GrantedPool(SlotPool):
 
     def _check_new(self, slot_bytes: int, grants: Sequence[tuple[int, int]], limit: int) -> None:
         handles = {handle for handle, _ in grants}
-        if (
-            len(handles) < len(grants)
-            or not handles.isdisjoint(self._slot_of)
-            or not handles.isdisjoint(self._returned)
-        ):
+        if len(handles) < len(grants) or not all(map(handles.isdisjoint, (self._slot_of, self._returned))):
             raise IntegrityError("host pool: a handle was given to two slots")
         offsets = sorted(offset for _, offset in grants)
         for offset in offsets:

@@ -105,12 +105,19 @@ class Gate:
         self._empty.clear()
         task = asyncio.get_running_loop().create_task(self._begin(connection, sock, self.tls if is_tcp else None))
         self._beginning.add(task)
-        task.add_done_callback(self._beginning.discard)
+        task.add_done_callback(partial(self._has_begun, connection, sock))
 
     def _forget(self, connection: Connection) -> None:
         self._connections.pop(connection, None)
         if not self._connections:
             self._empty.set()
+
+    def _has_begun(self, connection: Connection, sock: socket.socket, task: asyncio.Task[None]) -> None:
+        self._beginning.discard(task)
+        if task.cancelled():  # before its first step: nobody else lets go of them
+            self._forget(connection)
+            _let_go(connection.peer)
+            sock.close()
 
     async def _begin(self, connection: Connection, sock: socket.socket, tls: ssl.SSLContext | None) -> None:
         try:

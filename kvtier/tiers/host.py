@@ -178,12 +178,13 @@ class HostTier(Named, Tier):
         """Name no block any more in those of these slots that are idle: told as evictions. is_idle: asked under the
         lock; no slot with a lease is."""
         gone: list[Eviction] = []
-        with self._lock:
-            for slot in slots:
-                if slot in self._names and is_idle(slot):
-                    space, digest, *_ = self._names[slot]
-                    self._forget(space, digest)
-                    gone.append(Eviction(space, digest))
+        for start in range(0, len(slots), RESET_STRETCH):  # all that the pool has, where a connection was lost
+            with self._lock:
+                for slot in slots[start : start + RESET_STRETCH]:
+                    if slot in self._names and is_idle(slot):
+                        space, digest, *_ = self._names[slot]
+                        self._forget(space, digest)
+                        gone.append(Eviction(space, digest))
         self._tell_evicted(gone)
 
     def share(self, reservation: Reservation, owner: Owner) -> Lease | None:

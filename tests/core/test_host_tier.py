@@ -1180,6 +1180,32 @@ def test_a_reset_goes_on_past_one_hold_of_the_lock(four: Harness, monkeypatch: p
     four.tier.check_integrity()
 
 
+def test_slots_are_forgotten_past_one_hold_of_the_lock(four: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_module, "RESET_STRETCH", 2)
+    holds: list[list[int]] = []
+
+    class Counted:
+        def __enter__(self) -> None:
+            lock.acquire()
+            holds.append([])
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
+    def is_idle(slot: int) -> bool:
+        holds[-1].append(slot)
+        return True
+
+    for number in range(4):
+        four.store(number)
+    slots, lock = sorted(four.tier._names), four.tier._lock
+    monkeypatch.setattr(four.tier, "_lock", Counted())
+    four.tier.forget_slots(slots, is_idle)
+    assert holds == [slots[:2], slots[2:]]
+    assert four.held(0, 1, 2, 3) == [False] * 4
+    four.tier.check_integrity()
+
+
 @dataclass(frozen=True)
 class Wanted:
     """One call of `reserve_all`, and what is committed of it."""

@@ -7,11 +7,13 @@ import logging
 import mmap
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -188,7 +190,72 @@ def test_with_two_uses_a_block_is_the_servers_at_the_second(at: DaemonAt) -> Non
         assert len(restore(space, range(8))) == 8
 
 
+def test_what_came_before_a_failure_is_not_taken_for_well(at: DaemonAt, monkeypatch: pytest.MonkeyPatch) -> None:
+    with in_place(at.unix_url) as (store, space):
+        store_blocks(space, range(4))
+        settled(store)
+        tier = device_of(store)
+        read = tier.read
+
+        def fail(requests: Sequence[ReadRequest]) -> list[ReadOutcome]:
+            read(requests)
+            raise RuntimeError("a failure of our own")
+
+        monkeypatch.setattr(tier, "read", fail)
+        assert restore(space, range(4)) == {}
+        assert (store.host.num_blocks, pool_of(store).usage().num_leases) == (0, 0)
+        given_back(at.daemon, store)
+
+
 # ---- room ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", ["64MiB", "4MiB"])
+def test_blocks_that_stay_here_make_room_for_those_that_are_restored(directory: Path, size: str) -> None:
+    """Be the bound of what is held here host.size, or what the server lets one client hold."""
+    with daemon_at(directory, SIZES | {"host.size": size}) as at:
+        with in_place(at.unix_url) as (store, space):
+            store_blocks(space, range(20))
+            assert store.flush(DEADLINE_S) == 0
+        with in_place(at.unix_url, server__min_uses=2) as (store, space):
+            fill_up(store, space)
+            assert len(restore(space, range(20))) == 20
+            assert store.host.num_blocks > 100, "of the others no more than need be"
+            assert lower_of(store).stats().reads == {"ok": 20}
+        until("all is given back", lambda: held_at(at.daemon) == 0)
+
+
+def test_blocks_that_stay_here_make_room_for_those_of_another_size(at: DaemonAt) -> None:
+    with in_place(at.unix_url, server__min_uses=2) as (store, space):
+        fill_up(store, space)
+        other = store.open_space(replace(NAMESPACE, layout=replace(NAMESPACE.layout, block_tokens=80)))
+        assert other.block_bytes == 10 * BLOCK_BYTES
+        until("slots are granted", lambda: pool_of(store).classes()[25 << 12].num_free > 0)
+        with other.owner("engine") as owner:
+            other.commit([reserve(other, 0, owner)])
+        assert other.holds(DIGESTS[0])
+        assert store.host.num_blocks > 100
+
+
+def fill_up(store: Store, space: Space) -> None:
+    """With blocks that are used once, until each takes the place of another."""
+    numbers = iter(range(100, len(DIGESTS)))
+
+    def is_full() -> bool:
+        store_blocks(space, [next(numbers)])
+        return store.host.num_evicted > 0
+
+    until("the pool is full", is_full)
+
+
+def test_the_tier_whose_memory_it_is_stays(at: DaemonAt) -> None:
+    with in_place(at.unix_url, server__min_uses=2) as (store, space):
+        store_blocks(space, range(8))
+        with pytest.raises(ConfigError, match="goes with the store"):
+            store.detach("server")
+        with space.owner("reader") as reader:
+            for number, lease in enumerate(space.lease(DIGESTS[:8], reader)):
+                assert lease.view[:BLOCK_BYTES] == content(number)
 
 
 def test_blocks_that_the_daemon_evicts_while_we_lease_others(directory: Path) -> None:
@@ -725,3 +792,16 @@ def test_a_lease_that_ends_while_its_slot_is_found_idle_goes_once(at: DaemonAt) 
         settled(store)
         given_back(at.daemon, store)
         assert pool_of(store).usage().used_bytes == 0
+
+
+def test_a_daemon_ends_though_a_store_connects_just_then(directory: Path) -> None:
+    """Whoever comes as it stops is let go of before anything is begun with it."""
+    with daemon_at(directory, SIZES | {"daemon.drain_s": 0.1}) as at, socket.socket(socket.AF_UNIX) as client:
+        with hung(at.daemon):
+            client.connect(str(directory / "kvtier.sock"))
+            at.daemon.stop()
+        assert at.daemon._thread is not None
+        at.daemon._thread.join(DEADLINE_S)
+        assert not at.daemon._thread.is_alive()
+        client.settimeout(DEADLINE_S)
+        assert client.recv(1) == b""

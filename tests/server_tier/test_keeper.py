@@ -34,7 +34,8 @@ from kvtier.protocol.messages import (
 from kvtier.testing import FakeClock
 from kvtier.tiers.base import Adoption, ReadOutcome, ReadRequest, WriteOutcome, WriteRequest
 from kvtier.tiers.host import HostTier
-from kvtier.tiers.server import ServerTier
+from kvtier.tiers.server import ServerTier, inplace
+from kvtier.tiers.server.copies import checksum
 from kvtier.tiers.server.keeper import FULL_PAUSE_S, REFUSED_PAUSE_S, SERVER_SHARE
 from tests.server_tier.rig import (
     BLOCK_BYTES,
@@ -44,6 +45,7 @@ from tests.server_tier.rig import (
     FakeServer,
     Fd,
     Lie,
+    Raw,
     Said,
     block_of,
     key_of,
@@ -257,6 +259,29 @@ def test_a_server_that_refuses_to_grant_is_asked_again_now_and_then_and_named_on
         rig.works()
 
 
+def test_blocks_that_the_server_can_never_hold_keep_no_slot_from_others(server: FakeServer, rig: Served) -> None:
+    def refuse(message: Grant) -> list[Said] | None:
+        too_large = message.block_bytes > OURS
+        return (
+            [Failed(message.id, "invalid", "fits no slab")] if too_large else [server._grant(peer_of(server), message)]
+        )
+
+    server.lies[Grant] = refuse
+    rig.pool.expect(2 * OURS)
+    asked = len(server.heard_of(Grant))
+    until("they are refused", lambda: any(each.block_bytes > OURS for each in server.heard_of(Grant)[asked:]))
+    for _ in range(3):
+        while rig.num_free:
+            rig.fill("a").release()
+            rig.fill("a")
+        until("there are slots again", lambda: rig.num_free > 0, REFUSED_PAUSE_S / 4)
+
+
+def peer_of(server: FakeServer) -> Any:
+    """On whose connection slots were granted last."""
+    return server._peers[-1]
+
+
 def test_a_server_that_does_not_share_its_memory_is_told_of_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -416,6 +441,38 @@ def test_what_is_not_what_was_stored_is_damaged_and_forgotten(server: FakeServer
     assert rig.read("b")[0] == [ReadOutcome.MISS]
 
 
+def test_what_was_adopted_is_looked_at_though_the_server_goes_meanwhile(server: FakeServer, rig: Served) -> None:
+    """Before what comes from its lower tiers."""
+    _, leases = rig.write("a", "b")
+    at, _, known = server.blocks[key_of("a")]
+    server.pool[at] ^= 1
+
+    def answer(message: Stage) -> list[Said]:
+        if message.max_wait_ms:
+            return [Raw(b"", end=True)]
+        return raw(70, message.id, bytes([StageOutcome.OK, StageOutcome.TIMEOUT]), [900], [at], [known])
+
+    rig.pool.release_all(leases)
+    server.lies[Stage] = answer
+    outcomes, leases = rig.read("a", "b")
+    assert outcomes == [ReadOutcome.DAMAGED, ERROR]
+    assert (leases, rig.pool.usage().num_leases) == ([], 0)
+    assert rig.tier.snapshot().damaged == 1
+
+
+def test_a_failure_of_our_own_keeps_no_slot(server: FakeServer, rig: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    del server
+    _, leases = rig.write("a", "b")
+    rig.pool.release_all(leases)
+    sums = iter([checksum(memoryview(block_of("a")))])
+    with monkeypatch.context() as context:
+        context.setattr(inplace, "checksum", lambda _: next(sums))
+        with pytest.raises(StopIteration):
+            rig.read("a", "b")
+    assert rig.pool.usage().num_leases == 0
+    assert rig.read("a", "b")[0] == [OK, OK]
+
+
 def test_a_block_that_only_a_lower_tier_has_is_waited_for_elsewhere(server: FakeServer, rig: Served) -> None:
     """The connection that slots are granted on is asked only what is answered at once."""
     _, leases = rig.write("a")
@@ -426,8 +483,8 @@ def test_a_block_that_only_a_lower_tier_has_is_waited_for_elsewhere(server: Fake
         waits.append(message.max_wait_ms)
         if len(waits) == 1:
             return raw(70, message.id, bytes([StageOutcome.TIMEOUT]), [], [], [])
-        at, _, checksum = server.blocks[key_of("a")]
-        return raw(70, message.id, b"\0", [900 + len(waits)], [at], [checksum])
+        at, _, known = server.blocks[key_of("a")]
+        return raw(70, message.id, b"\0", [900 + len(waits)], [at], [known])
 
     server.lies[Stage] = answer
     outcomes, leases = rig.read("a")
@@ -468,6 +525,25 @@ def test_no_goodbye_is_said_while_a_slot_is_used(server: FakeServer, rig: Served
     used.release()
     until("then it is said", lambda: len(server.heard_of(Bye)) == byes + 1)
     assert rig.pool.num_lost == 0
+
+
+def test_one_slot_that_stays_in_use_keeps_one_connection_of_many(server: FakeServer, rig: Served) -> None:
+    used = rig.fill("used")
+    for number in range(1, 4):
+        before, byes = server.num_accepted, len(server.heard_of(Bye))
+        server.lies[Publish] = lambda _: None
+        outcomes, leases = rig.write("a")
+        assert outcomes == [ERROR]
+        del server.lies[Publish]
+        rig.pool.release_all(leases)
+        rig.stocked()
+        assert server.num_accepted == before + 1
+        if number > 1:
+            until("that is over", lambda byes=byes: len(server.heard_of(Bye)) == byes + 1)  # type: ignore[misc]
+        assert len(rig.pool.lost_eras()) == 1
+    assert used.view[:BLOCK_BYTES] == block_of("used")
+    used.release()
+    until("it is over", lambda: not rig.pool.lost_eras())
 
 
 def test_a_block_of_a_connection_before_is_not_published_on_the_next(server: FakeServer, rig: Served) -> None:

@@ -142,15 +142,20 @@ class InPlace:
         blocks = [(i, requests[i].key, requests[i].nbytes, 0) for i in first.values()]
         damaged: list[Key] = []
         try:
-            for batch in batches(blocks, BATCH_BYTES):
-                below = self._adopt(batch, requests, outcomes, damaged, deadline)
-                if below:
-                    self._bring(batch._replace(positions=below), requests, outcomes, damaged, deadline)
+            try:
+                for batch in batches(blocks, BATCH_BYTES):
+                    below = self._adopt(batch, requests, outcomes, damaged, deadline)
+                    if below:
+                        self._bring(batch._replace(positions=below), requests, outcomes, damaged, deadline)
+            except ServerError:
+                pass  # it was noted, and the outcomes say it
+            self.num_damaged += len(damaged)
             if damaged:
-                self.num_damaged += len(damaged)
-                self._forget(damaged, deadline)
-        except (ServerError, TierError):
-            pass  # it was noted, and the outcomes say it
+                with suppress(TierError):
+                    self._forget(damaged, deadline)
+        except BaseException:
+            outcomes = [ReadOutcome.ERROR] * len(requests)  # nobody hears of any
+            raise
         finally:
             for request, outcome in zip(requests, outcomes, strict=True):
                 if outcome is not ReadOutcome.OK:

@@ -98,8 +98,8 @@ class Keeper:
         self.has_checksums = True
         """Whether the server keeps them, as it last told."""
         self._memory: HostMemory | None = None
-        self._left: list[Connection] = []
-        """That are lost, while slots of theirs are used."""
+        self._left: list[tuple[Connection, int]] = []
+        """That are lost, with their eras, while slots of theirs are used."""
         self._host: ForgetfulHost | None = None
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
@@ -109,7 +109,7 @@ class Keeper:
         self._why = "it was not tried yet"
         self._try_at = clock.now()
         self._pause_s = FIRST_PAUSE_S
-        self._full_until = self._try_at
+        self._full_until: dict[int, float] = {}  # by size class
 
     def serve(self, host: ForgetfulHost) -> None:
         """Begin to supply the pool, whose slots `host` names. Once; returns at once."""
@@ -151,7 +151,7 @@ class Keeper:
         """How many slots more may be had of the server for blocks that it holds, `wanted` at most: blocks of ours that
         it does not hold give way, and then the stock, by whoever has `connection`."""
         mapped_bytes = 0 if connection.mapping is None else connection.mapping.nbytes
-        most = min(self.pool.nbytes, mapped_bytes // HELD_SHARE)
+        most = max(min(self.pool.nbytes, mapped_bytes // HELD_SHARE), slot_bytes)
         for each in sorted(self.pool.classes(), key=lambda size: size != slot_bytes):
             short = wanted * slot_bytes - (most - self.pool.granted_bytes)
             if short > 0 and self._host is not None:
@@ -190,7 +190,7 @@ class Keeper:
             if mapping is not None and is_used:
                 mapping.leave()
             while self._left:
-                self._close(self._left.pop(), farewell=not is_used)
+                self._close(self._left.pop()[0], farewell=not is_used)
             if mapping is not None:
                 self._mappings.release(mapping)
 
@@ -278,16 +278,17 @@ class Keeper:
                 if mapping.fd is not None:
                     self._memory = HostMemory(mapping.fd, mapping.nbytes, self._run_id)
         self._pause_s = FIRST_PAUSE_S
-        self._full_until = self._clock.now()
+        self._full_until.clear()
         self._on_welcome(connection)
 
     def _let_go(self) -> None:
         """Of connections that were lost, and of the memory of a run that is over, once no slot of theirs is used."""
         with self._lock:
-            if self.pool.num_lost:
-                return
-            while self._left:
-                self._close(self._left.pop())
+            lost = self.pool.lost_eras() if self._left else set()
+            gone = [left for left, era in self._left if era not in lost]
+            self._left = [each for each in self._left if each[1] in lost]
+            for left in gone:
+                self._close(left)
             if self._connection is None and self._mapping is not None and self.pool.is_empty:
                 self._memory = None
                 mapping, self._mapping = self._mapping, None
@@ -298,7 +299,7 @@ class Keeper:
         while a copy may still read or write one."""
         self._connection = None
         self.pool.disown()
-        self._left.append(connection)
+        self._left.append((connection, self._era))
         self._work.set()
 
     def _close(self, connection: Connection, *, farewell: bool = True) -> None:
@@ -314,27 +315,21 @@ class Keeper:
 
     def _refill(self, connection: Connection, era: int) -> None:
         now = self._clock.now()
-        if 0.0 < self._full_until - now <= REFUSED_PAUSE_S:
-            return
         classes = self.pool.classes()
         most = 0 if connection.mapping is None else connection.mapping.nbytes // SERVER_SHARE
         stock_bytes = min(STOCK_BYTES, self.pool.nbytes // STOCK_SHARE, most) // max(1, len(classes))
-        refused: RefusedError | None = None
         for slot_bytes, there in classes.items():
+            if 0.0 < self._full_until.get(slot_bytes, now) - now <= REFUSED_PAUSE_S:
+                continue
             stock = max(1, stock_bytes // slot_bytes)
             self.pool.want(slot_bytes, max(1, int(stock * REFILL_SHARE)))
             if there.num_free > stock:
                 self._abort(connection, self.pool.take_surplus(slot_bytes, there.num_free - stock))
             elif there.num_free <= stock * REFILL_SHARE:
                 room = (self.pool.nbytes - self.pool.granted_bytes) // slot_bytes
-                try:
-                    self._ask_for(connection, era, slot_bytes, min(stock - there.num_free, room))
-                except RefusedError as error:  # of blocks that it can never hold: others are had all the same
-                    refused = error
-                    if error.is_final:
-                        break
-        if refused is not None:
-            raise refused
+                if there.num_slots < stock:  # else its own blocks give way to one another
+                    room = self.make_room(connection, slot_bytes, stock - there.num_free)
+                self._ask_for(connection, era, slot_bytes, min(stock - there.num_free, room))
 
     def _ask_for(self, connection: Connection, era: int, slot_bytes: int, wanted: int) -> None:
         while wanted > 0:
@@ -364,8 +359,8 @@ class Keeper:
                 return
 
     def _rest(self, slot_bytes: int, pause_s: float) -> None:
-        """Ask for no slots for a while."""
-        self._full_until = self._clock.now() + pause_s
+        """Ask for none of this size class for a while."""
+        self._full_until[slot_bytes] = self._clock.now() + pause_s
         self.pool.want(slot_bytes, 0)
 
     def _abort(self, connection: Connection, handles: Sequence[int]) -> None:
