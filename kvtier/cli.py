@@ -13,12 +13,15 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from kvtier import __version__, explain_command, live_commands
-from kvtier.errors import KVTierError
+from kvtier.errors import ConfigError, KVTierError
+
+if TYPE_CHECKING:
+    from kvtier.config import MemorySnapshot, Settings
 
 __all__ = ["COMMAND_GROUP", "build_app", "main"]
 
@@ -147,7 +150,16 @@ def _config(
         options = console.options.update(max_width=1 << 16)
         console.width = max(console.width, console.measure(table, options=options).maximum)
     console.print(table)
-    console.print(f"Host pool of one engine: {pool_bytes / 2**30:.2f} GiB ({memory.describe()})", soft_wrap=True)
+    console.print(_host_memory(loaded.settings, pool_bytes, memory), soft_wrap=True)
+
+
+def _host_memory(settings: Settings, pool_bytes: int, memory: MemorySnapshot) -> str:
+    try:
+        if not settings.has_server_pool:
+            return f"Host pool of one engine: {pool_bytes / 2**30:.2f} GiB ({memory.describe()})"
+    except ConfigError as error:
+        return f"An engine would not start: {error}"
+    return f"Host memory of one engine: at most {pool_bytes / 2**30:.2f} GiB of that of {settings.server.url}"
 
 
 def _as_written(value: object) -> str:

@@ -176,7 +176,7 @@ def ls(
     tier: Tier = "",
     blocks: Annotated[bool, typer.Option("--blocks", help="Every block's key and length.")] = False,
     namespace: Annotated[
-        str, typer.Option("--namespace", metavar="HEX", help="With --blocks: of this namespace alone.")
+        str, typer.Option("--namespace", metavar="HEX", help="Of this namespace alone: its digits, as shown.")
     ] = "",
     limit: Annotated[
         int, typer.Option("--limit", min=1, help="With --blocks: so many blocks at most.")
@@ -192,14 +192,15 @@ def ls(
         disk_commands.ls(disk, as_json)
         return
     with connect(socket) as client:
+        wanted = _parse_namespace(namespace)
         if blocks:
-            rows = _block_rows(client, tenant, tier, _parse_namespace(namespace), limit)
+            rows = _block_rows(client, tenant, tier, wanted, limit)
         else:
             _check_tier(tier)
             rows = (
                 {**_place(row), "namespace": row["namespace"].hex(), "blocks": row["blocks"], "bytes": row["nbytes"]}
                 for row in ask(client, "AskNamespaces", tenant=tenant)
-                if tier in ("", row["tier"])
+                if tier in ("", row["tier"]) and wanted in (b"", row["namespace"])
             )
         if as_json:
             for row in rows:

@@ -183,7 +183,7 @@ def _counts_table(tenant: Document) -> Table:
         "waits": f"{waits['now']} now, {waits['count']} in all, {waits['seconds']:.1f} s together",
         "fallbacks": _counts(tenant["fallbacks"]),
         "clients": f"{clients['unix']} Unix, {clients['tcp']} TCP, {clients['requests']} requests under way",
-        "held": f"{clients['leases']} leases and {clients['reservations']} reservations, of {host['leases']} in all",
+        "held": f"{clients['leases']} leases and {clients['reservations']} reservations; in all {host['leases']} slots",
         "quarantine": f"{quarantine['slots']} slots of {quarantine['clients']} clients, {_size(quarantine['bytes'])}",
         "resets": str(tenant["resets"]),
         "errors": _counts(tenant["errors"]),

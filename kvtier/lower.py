@@ -105,8 +105,9 @@ class LowerTier:
             max_bytes=pool.nbytes // (ADOPTED_SHARE if tier.adopts else QUEUED_SHARE),
             max_age_s=max_age_s,
             min_uses=limits.min_uses,
-            # A rate is kept by waiting on a thread: one waits, and the others are there for reads.
-            max_jobs=1 if self._throttle is not None else limits.writers,
+            # A rate is kept by waiting on a thread: one waits, and the others are there for reads. To name blocks that
+            # are in their place takes a message: the more of them the better.
+            max_jobs=1 if self._throttle is not None or tier.adopts else limits.writers,
             # Where it adopts a slot may be freed only once the tier has said that it holds the block.
             known=None if self._known is None or tier.adopts else self._known.held,
             is_available=lambda: self.is_available,

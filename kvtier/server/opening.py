@@ -39,8 +39,14 @@ def plan_tenants(settings: Settings, memory: MemorySnapshot) -> list[TenantPlan]
 
     Without `daemon.tenants` the one tenant has all that the settings say, in the very directories that an engine of its
     own would use; named tenants have directories and names in Redis of their own. What an engine's own settings may
-    also say, that its lower tier is this daemon, is not the daemon's.
+    also say, that its lower tier is this daemon, is not the daemon's; that its host memory is, is refused, for
+    `host.size` means another thing there.
     """
+    if settings.host.pool != "own":
+        raise ConfigError(
+            "host.pool = 'server' is for engines, a kvtier-server's memory is its own: set host.pool to 'own', and "
+            "host.size to the memory of all engines together (is this an engine's file or environment?)"
+        )
     shares = dict(settings.daemon.tenants)
     if not shares:
         (name,) = settings.daemon.tenant_names

@@ -183,6 +183,19 @@ def test_config_shows_each_value_and_its_source(
     assert "environment variable KVTIER_HOST__SIZE" in table
 
 
+def test_config_tells_of_memory_that_is_a_servers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVTIER_HOST__SIZE", "1GiB")
+    monkeypatch.setenv("KVTIER_HOST__POOL", "server")
+    assert run(["config"], []) == 0
+    assert "An engine would not start: host.pool = 'server' takes" in capsys.readouterr().out
+    monkeypatch.setenv("KVTIER_SERVER__URL", "kvtier+unix:///run/s")
+    assert run(["config"], []) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "Host memory of one engine: at most 1.00 GiB of that of kvtier+unix:///run/s"
+
+
 @pytest.mark.parametrize("columns", ["20", "80", "300"])
 def test_config_cuts_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: str) -> None:
     monkeypatch.setenv("COLUMNS", columns)

@@ -277,6 +277,8 @@ def test_ls_lists_namespaces_by_tier(stored: Daemon, capsys: pytest.CaptureFixtu
     ]
     assert rows[0]["bytes"] == 12 * BLOCK_BYTES
     assert [row["tier"] for row in show(["ls", "--tier", "disk"], capsys)] == ["disk"]
+    assert {row["namespace"] for row in show(["ls", "--namespace", NAMESPACE.hex()], capsys)} == {NAMESPACE.hex()}
+    assert not run(["ls", "--namespace", "00" * 16, "--json"], capsys)[1]
     code, out, _ = run(["ls"], capsys)
     assert code == 0
     assert NAMESPACE.hex() in out

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvtier.config import MemorySnapshot, load_settings
+from kvtier.errors import ConfigError
 from kvtier.server.opening import plan_tenants
 from kvtier.server.sizing import Sizing, read_sizing
 
@@ -65,6 +66,12 @@ def test_what_an_operator_may_want_to_mend_is_told(
     assert not sizing(root).warnings
     (warning,) = sizing(root, **overrides).warnings
     assert words in warning
+
+
+def test_a_daemons_memory_is_its_own() -> None:
+    settings = load_settings(env={}, overrides={"host.pool": "server", "server.url": "kvtier+unix:///run/s"})
+    with pytest.raises(ConfigError, match=r"host\.pool = 'server' is for engines, .*: set host\.pool to 'own'"):
+        plan_tenants(settings, MemorySnapshot(16 * GIB, 15 * GIB))
 
 
 def test_huge_pages_that_are_off_are_told(tmp_path: Path) -> None:

@@ -36,7 +36,8 @@ def command(
     Random blocks are written to a stand-in for the GPU pool, stored when they are about to be reused, overwritten, and
     restored into other blocks, through the connector that engines use. Host memory is used as configured; storing on
     eviction and restoring are switched on. A configured disk is tested in a directory beside each of its own, of 1 GiB
-    at most, which is removed again. Give the layout of your model, so that the sizes are those of your engine.
+    at most, which is removed again. A configured Redis and kvtier-server are left alone. Give the layout of your model,
+    so that the sizes are those of your engine.
 
     More blocks are stored than the pool holds (a pool too large for that is followed by a small one): those that were
     evicted must come back as misses with a reason, never as wrong bytes. Exit code 1: bytes differed, held blocks were

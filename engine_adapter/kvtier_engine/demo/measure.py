@@ -223,9 +223,7 @@ class Measurement:
             warm_up_tokens=self._turns.host[0].num_prompt_tokens,
         )
         with ReturningProcess(start) as process:
-            self._progress(
-                f"a new process loads the model and opens {self._below}, with nothing in GPU pool and host pool"
-            )
+            self._progress(f"a new process loads the model and opens {self._below}, with nothing in memory of its own")
             recovered = process.wait_ready().recovered_blocks
             for session in self._sessions:
                 self._progress(f"{session.name}: returns to the new process; then as before here")

@@ -36,6 +36,8 @@ HELD_SHARE = 2
 REFILL_SHARE = 0.75
 """Of its stock, below which a size class is refilled."""
 IDLE_S = 0.1
+LINGER_S = 0.002
+"""For which work is let gather."""
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
 """Between two tries to reach a server that is gone."""
@@ -212,7 +214,8 @@ class Keeper:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            self._work.wait(IDLE_S)
+            if self._work.wait(IDLE_S) and self._connection is not None:
+                self._closing.wait(LINGER_S)  # a message costs both sides as much as some tens of slots
             self._work.clear()
             self.pool.take_work()
             try:
