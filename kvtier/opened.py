@@ -183,7 +183,8 @@ def open_server(settings: ServerSettings, clock: Clock, host_bytes: int | None =
         tier.check_block,
         describe,
         f"{settings.url}, "
-        + (f"{tier.snapshot().server}, epoch {tier.epoch}" if tier.is_joined else "which cannot be used yet"),
+        + (f"{tier.snapshot().server}, epoch {tier.epoch}" if tier.is_joined else "which cannot be used yet")
+        + ("" if tier.host_pool is None else f"; host memory is of its memory, {tier.host_pool.nbytes} bytes at most"),
         host_pool=tier.host_pool,
         serve=tier.serve,
         host_memory=lambda: tier.host_memory,

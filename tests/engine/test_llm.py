@@ -142,9 +142,10 @@ def test_a_stream_left_early_is_aborted(runner_bfloat16: HFRunner, tokenizer: To
 
 
 @pytest.mark.model
-def test_equal_seeds_draw_alike_whoever_shares_the_batch(runner_bfloat16: HFRunner, tokenizer: Tokenizer) -> None:
+def test_equal_seeds_draw_alike_whoever_shares_the_batch(runner_float32: HFRunner, tokenizer: Tokenizer) -> None:
+    # In bfloat16 some processors round a row of a batch otherwise than the row alone, by more than draws forgive.
     params = SamplingParams(max_tokens=8, temperature=0.8, top_p=0.9, seed=7)
-    with open_llm(runner_bfloat16, tokenizer) as llm:
+    with open_llm(runner_float32, tokenizer) as llm:
         alone = llm.generate(["Once upon a time"], params)[0]
         shared = llm.generate(["Once upon a time", "Roses are red"], params)[0]
         other = llm.generate(["Once upon a time"], SamplingParams(max_tokens=8, temperature=0.8, seed=8))[0]

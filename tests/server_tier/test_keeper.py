@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -280,6 +281,20 @@ def test_blocks_that_the_server_can_never_hold_keep_no_slot_from_others(server: 
 def peer_of(server: FakeServer) -> Any:
     """On whose connection slots were granted last."""
     return server._peers[-1]
+
+
+@pytest.mark.parametrize(("host_bytes", "num_lines"), [(POOL_BYTES, 0), (2 * POOL_BYTES, 1)])
+def test_an_engine_that_would_hold_more_than_there_is_is_told_once(
+    server: FakeServer,
+    host_bytes: int,
+    num_lines: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "HOST_BYTES", host_bytes)
+    with served(server) as rig:
+        rig.works()
+    assert sum("is more than all of the server's memory" in line for line in caplog.messages) == num_lines
 
 
 def test_a_server_that_does_not_share_its_memory_is_told_of_once(

@@ -283,6 +283,12 @@ class Keeper:
         self._pause_s = FIRST_PAUSE_S
         self._full_until.clear()
         self._on_welcome(connection)
+        if self.pool.nbytes > mapping.nbytes:
+            self._caller.say(
+                "size",
+                f"host.size = {self.pool.nbytes} is more than all of the server's memory, {mapping.nbytes} bytes, of "
+                "which this engine may hold a part: lower it, or raise host.size of the server",
+            )
 
     def _let_go(self) -> None:
         """Of connections that were lost, and of the memory of a run that is over, once no slot of theirs is used."""
