@@ -46,11 +46,6 @@ class HostPool(SlotPool):
         """What the mapping covers."""
         return self._pages.nbytes
 
-    @property
-    def fd(self) -> int:
-        """The memfd behind the mapping, for workers and clients that map it too."""
-        return self._pages.fd
-
     def slot_bytes(self, nbytes: int) -> int:
         """The size class for blocks of `nbytes`; raises LayoutError when no slab could hold one."""
         rounded = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
@@ -85,10 +80,6 @@ class HostPool(SlotPool):
     def usage(self) -> PoolUsage:
         pages = self._pages
         return replace(super().usage(), touched_bytes=pages.touched_bytes, pinned_bytes=pages.pinned_bytes)
-
-    def wait_touched(self, timeout: float) -> bool:
-        """Block until every page is there; for benchmarks."""
-        return self._pages.wait_touched(timeout)
 
     # ---- under the lock ------------------------------------------------------------------------------------------
 

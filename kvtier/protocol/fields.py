@@ -22,6 +22,8 @@ MAX_HELLO_BYTES = 1 << 12
 MAX_BLOCKS = 256
 """That one message reserves, commits, stages or releases, or is granted or publishes: some milliseconds of the
 server's time."""
+HOLDING_SHARE = 2
+"""A client may hold the bytes of the mapping divided by this, leased or being filled: the others go on."""
 MAX_LOOKUP_BLOCKS = 16_384
 """That one message asks for, touches or removes."""
 MAX_WAIT_MS = 600_000

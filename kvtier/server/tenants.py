@@ -13,6 +13,7 @@ from pathlib import Path
 from kvtier.config.serving import Credential
 from kvtier.errors import ConfigError
 from kvtier.executor import Executor
+from kvtier.protocol.fields import HOLDING_SHARE
 from kvtier.server.peers import Peer
 from kvtier.store import Store
 
@@ -20,8 +21,6 @@ __all__ = ["Tenant", "Tenants", "read_token"]
 
 logger = logging.getLogger("kvtier.server")
 
-HOLDING_SHARE = 2
-"""A client may hold the pool's bytes divided by this, leased or being filled: the others go on."""
 MIN_TOKEN_BYTES, MAX_TOKEN_BYTES = 16, 512
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import logging
 import mmap
 import os
 
@@ -15,8 +14,6 @@ import numpy.typing as npt
 from kvtier.errors import ClosedError, ConfigError
 
 __all__ = ["MAX_PLACED_BYTES", "Addresses"]
-
-logger = logging.getLogger("kvtier.tiers.server")
 
 MAX_PLACED_BYTES = 1 << 40
 """Of a server's memory, at most. Addresses cost nothing but themselves."""
@@ -52,14 +49,6 @@ class Addresses:
         if self._bytes is None:
             raise ClosedError("the host pool is closed")
         return self._bytes
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.buffer)
-
-    @property
-    def address(self) -> int:
-        return self._address
 
     def place(self, fd: int, nbytes: int) -> None:
         """Have the first `nbytes` of a file from the first address on, in place of what was there. Raises OSError."""

@@ -14,12 +14,14 @@ from kvtier.clock import Clock
 from kvtier.errors import ClosedError, IntegrityError, TierError
 from kvtier.granted import GrantedPool
 from kvtier.memory import HostMemory
+from kvtier.protocol.fields import HOLDING_SHARE
 from kvtier.protocol.messages import MAX_BLOCKS, Abort, Grant, Granted, Release
 from kvtier.tiers.server.calls import Caller
 from kvtier.tiers.server.connection import Connection
 from kvtier.tiers.server.failures import DeadlineError, LostError, RefusedError, ServerError
 from kvtier.tiers.server.mapping import Mapping, Mappings
 from kvtier.tiers.server.opening import ForeignError, Opener
+from kvtier.tiers.server.pool import close_connection
 
 __all__ = ["HostMemory", "Keeper"]
 
@@ -31,8 +33,6 @@ SERVER_SHARE = 16
 """Slots without a block that are held at most: as many bytes as this, and no more than that part of what the pool may
 have, nor of the server's memory. An engine whose GPU pool turns over fills them within some steps, and they are had
 again in milliseconds."""
-HELD_SHARE = 2
-"""Of the server's memory one client may hold so much at once, whatever for."""
 REFILL_SHARE = 0.75
 """Of its stock, below which a size class is refilled."""
 IDLE_S = 0.1
@@ -153,13 +153,13 @@ class Keeper:
         """How many slots more may be had of the server for blocks that it holds, `wanted` at most: blocks of ours that
         it does not hold give way, and then the stock, by whoever has `connection`."""
         mapped_bytes = 0 if connection.mapping is None else connection.mapping.nbytes
-        most = max(min(self.pool.nbytes, mapped_bytes // HELD_SHARE), slot_bytes)
+        most = max(min(self.pool.nbytes, mapped_bytes // HOLDING_SHARE), slot_bytes)
         for each in sorted(self.pool.classes(), key=lambda size: size != slot_bytes):
             short = wanted * slot_bytes - (most - self.pool.granted_bytes)
             if short > 0 and self._host is not None:
                 number = -(-short // each)
                 self._host.give_way(each, number)
-                self._abort(connection, self.pool.take_surplus(each, number))
+                _let_go_of(connection, Abort, self.pool.take_surplus(each, number))
                 self._give_back(connection, self._era)
         return min(wanted, max(0, self.pool.nbytes - self.pool.granted_bytes) // slot_bytes)
 
@@ -192,7 +192,7 @@ class Keeper:
             if mapping is not None and is_used:
                 mapping.leave()
             while self._left:
-                self._close(self._left.pop()[0], farewell=not is_used)
+                close_connection(self._left.pop()[0], self._mappings, farewell=not is_used)
             if mapping is not None:
                 self._mappings.release(mapping)
 
@@ -269,7 +269,7 @@ class Keeper:
                 raise ForeignError(f"{connection.address} does not share its memory: set host.pool = 'own'")
         with self._lock:
             if self._closing.is_set():  # it was left without waiting for us
-                self._close(connection)
+                close_connection(connection, self._mappings)
                 return
             self._connection = connection
             self.has_checksums = connection.welcome.checksums
@@ -297,7 +297,7 @@ class Keeper:
             gone = [left for left, era in self._left if era not in lost]
             self._left = [each for each in self._left if each[1] in lost]
             for left in gone:
-                self._close(left)
+                close_connection(left, self._mappings)
             if self._connection is None and self._mapping is not None and self.pool.is_empty:
                 self._memory = None
                 mapping, self._mapping = self._mapping, None
@@ -311,16 +311,8 @@ class Keeper:
         self._left.append((connection, self._era))
         self._work.set()
 
-    def _close(self, connection: Connection, *, farewell: bool = True) -> None:
-        connection.close(farewell=farewell)
-        mapping, connection.mapping = connection.mapping, None
-        if mapping is not None:
-            self._mappings.release(mapping)
-
     def _give_back(self, connection: Connection, era: int) -> None:
-        handles = self.pool.take_returned(era)
-        for start in range(0, len(handles), MAX_BLOCKS):
-            connection.say(Release(0, list(handles[start : start + MAX_BLOCKS])))
+        _let_go_of(connection, Release, self.pool.take_returned(era))
 
     def _refill(self, connection: Connection, era: int) -> None:
         now = self._clock.now()
@@ -333,7 +325,7 @@ class Keeper:
             stock = max(1, stock_bytes // slot_bytes)
             self.pool.want(slot_bytes, max(1, int(stock * REFILL_SHARE)))
             if there.num_free > stock:
-                self._abort(connection, self.pool.take_surplus(slot_bytes, there.num_free - stock))
+                _let_go_of(connection, Abort, self.pool.take_surplus(slot_bytes, there.num_free - stock))
             elif there.num_free <= stock * REFILL_SHARE:
                 room = (self.pool.nbytes - self.pool.granted_bytes) // slot_bytes
                 if there.num_slots < stock:  # else its own blocks give way to one another
@@ -361,7 +353,7 @@ class Keeper:
                 beyond = self.pool.add(slot_bytes, list(zip(answer.reservations, answer.offsets, strict=True)), era)
             except IntegrityError as error:
                 raise connection.garbled(str(error)) from error
-            self._abort(connection, beyond)
+            _let_go_of(connection, Abort, beyond)
             wanted -= len(answer.offsets)
             if beyond or len(answer.offsets) < asked:  # we hold as much as we may, or all there is is held
                 self._rest(slot_bytes, FULL_PAUSE_S)
@@ -372,10 +364,6 @@ class Keeper:
         self._full_until[slot_bytes] = self._clock.now() + pause_s
         self.pool.want(slot_bytes, 0)
 
-    def _abort(self, connection: Connection, handles: Sequence[int]) -> None:
-        for start in range(0, len(handles), MAX_BLOCKS):
-            connection.say(Abort(0, list(handles[start : start + MAX_BLOCKS])))
-
     def check_slots(self, connection: Connection, offsets: Sequence[int], slot_bytes: int) -> None:
         """Each whole, and whole pages of the mapping. Raises GarbledError."""
         nbytes = 0 if connection.mapping is None else connection.mapping.nbytes
@@ -383,3 +371,8 @@ class Keeper:
             raise connection.garbled(
                 f"slots of {slot_bytes} bytes at {min(offsets)} to {max(offsets)}, in {nbytes} bytes"
             )
+
+
+def _let_go_of(connection: Connection, message: type[Abort | Release], handles: Sequence[int]) -> None:
+    for start in range(0, len(handles), MAX_BLOCKS):
+        connection.say(message(0, list(handles[start : start + MAX_BLOCKS])))

@@ -130,9 +130,10 @@ class Mapping:
 
     def _was_made(self, start: int, nbytes: int) -> bool:
         """Whether all of these pages are in memory, if not in this process's. Makes none."""
-        pages = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
-        failed = self._libc.mincore(ctypes.c_void_p(self._address + start), ctypes.c_size_t(nbytes), pages)
-        return not failed and all(page & 1 for page in pages)
+        pages = np.zeros(-(-nbytes // mmap.PAGESIZE), np.uint8)
+        at, length = ctypes.c_void_p(self._address + start), ctypes.c_size_t(nbytes)
+        failed = self._libc.mincore(at, length, ctypes.c_void_p(pages.ctypes.data))
+        return not failed and bool((pages & 1).all())
 
     def stop(self) -> None:
         """Fetch nothing ahead any more."""

@@ -12,7 +12,7 @@ from kvtier.tiers.server.failures import DeadlineError
 from kvtier.tiers.server.mapping import Mappings
 from kvtier.tiers.server.opening import Opener
 
-__all__ = ["ConnectionPool"]
+__all__ = ["ConnectionPool", "close_connection"]
 
 
 class ConnectionPool:
@@ -158,7 +158,12 @@ class ConnectionPool:
         return connection
 
     def _close(self, connection: Connection) -> None:
-        connection.close()
-        mapping, connection.mapping = connection.mapping, None
-        if mapping is not None:
-            self._mappings.release(mapping)
+        close_connection(connection, self._mappings)
+
+
+def close_connection(connection: Connection, mappings: Mappings, *, farewell: bool = True) -> None:
+    """Leave, and its mapping with it. farewell: as of `Connection.close`."""
+    connection.close(farewell=farewell)
+    mapping, connection.mapping = connection.mapping, None
+    if mapping is not None:
+        mappings.release(mapping)

@@ -53,8 +53,8 @@ MUTANTS: list[Mutant] = [
         name="one client may hold all of the pool",
         rules=(),
         file="kvtier/server/tenants.py",
-        old="HOLDING_SHARE = 2\n",
-        new="HOLDING_SHARE = 1\n",
+        old="self.mapping_bytes // HOLDING_SHARE",
+        new="self.mapping_bytes",
         tests=(f"{LEFT}::test_nobody_holds_more_than_half_*",),
     ),
     Mutant(
