@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import NamedTuple
 
 from kvtier.clock import Clock
@@ -26,7 +27,8 @@ __all__ = ["WriteBehind"]
 
 logger = logging.getLogger("kvtier.writebehind")
 WRITE_BYTES = 8 << 20
-"""One job: a read that comes meanwhile waits for no more than that on its thread."""
+"""One job: a read that comes meanwhile waits for no more than that on its thread. See `Tier.job_bytes`."""
+WRITE_BLOCKS = 512  # and no more, however small: taken under one hold of the lock, about half a millisecond
 MAX_NOTED = 1 << 16  # dropped blocks, and uses of blocks, that are remembered: a few MiB each
 ENQUEUED_AT_ONCE = 16  # blocks by which the bound can be passed
 NOTED_AT_ONCE = 1024  # uses of a prompt's blocks, under one hold of the lock: about a millisecond
@@ -311,12 +313,9 @@ class WriteBehind:
     def _drop(self, key: Key, parent: Key | None, reason: DropReason, num_resets: int | None = None) -> None:
         """Count it; remember it if it can be written later, and was not reset since `num_resets`."""
         self.ledger.add_dropped(reason, 1)
-        if reason in NOT_AGAIN:
-            return
         with self._changed:
-            if num_resets is not None and num_resets != self._num_resets:
-                return
-            self._dropped.note(key, reason, parent, MAX_NOTED)
+            if reason not in NOT_AGAIN and num_resets in (None, self._num_resets):
+                self._dropped.note(key, reason, parent, MAX_NOTED)
 
     def _start_jobs(self) -> None:
         while True:
@@ -363,7 +362,10 @@ class WriteBehind:
         nbytes = 0
         now = self._clock.now()
         with self._changed:
-            while self._queue and (not batch or nbytes + self._queue[0].held.nbytes <= WRITE_BYTES):
+            most = self._tier.job_bytes(WRITE_BYTES, self._queued_bytes // self._max_jobs)
+            for _ in range(WRITE_BLOCKS):
+                if not self._queue or (batch and nbytes + self._queue[0].held.nbytes > most):
+                    break
                 block = self._queue.popleft()
                 is_orphan = block.parent in gone or block.parent in self._dropped
                 if is_orphan or now - block.due_at > self._max_age_s:
@@ -385,7 +387,6 @@ class WriteBehind:
             if not (self._closed and isinstance(error, ClosedError)):
                 logger.exception("writing %d blocks to the %s tier failed", len(batch), self._tier.name)
             outcomes = [WriteOutcome.ERROR] * len(batch)
-        written: list[Key] = []
         for block, outcome in zip(batch, outcomes, strict=True):
             block.held.lease.release()
             reason = None
@@ -395,6 +396,5 @@ class WriteBehind:
                 reason = OUTCOME_TO_REASON.get(outcome, DropReason.TIER_ERROR)
                 self._drop(block.key, block.parent, reason, num_resets)
             self.watches.end(block.key, None if reason is DropReason.ALREADY_STORED else reason)
-            if outcome in (WriteOutcome.STORED, WriteOutcome.ALREADY_STORED):
-                written.append(block.key)
-        self._note_held(written, num_resets)
+        are_held = [outcome in (WriteOutcome.STORED, WriteOutcome.ALREADY_STORED) for outcome in outcomes]
+        self._note_held([block.key for block in compress(batch, are_held)], num_resets)

@@ -49,6 +49,14 @@ class Copying:
     is_fenced: bool = False
     """The engine reuses the block, and waits for the copy before it writes it."""
 
+    def why_not_stored(self, namespace: bytes, is_reachable: bool) -> DropReason | None:
+        """Now that it was copied. namespace: of today; is_reachable: whether the block before it can be restored."""
+        if self.reservation.namespace != namespace:
+            return DropReason.RESET
+        if self.overtaken:
+            return DropReason.OVERTAKEN
+        return None if is_reachable else DropReason.ORPHAN
+
 
 @dataclass(eq=False, slots=True)
 class StoreJob:

@@ -173,10 +173,7 @@ class StoreFlow:
         return [self._job(begun[start : start + size]) for start in range(0, len(begun), size)]
 
     def give_up_overdue(self) -> float | None:
-        """Give up the copies that were not told over in time; when the next one's time is over. None without one.
-
-        Jobs are in the order in which they began.
-        """
+        """Give up copies that were not told over in time, oldest first; when the next one's time is over, if any."""
         now = self._clock.now()
         if now < self._seen_at:  # the clock went back: none waits for longer than if it began now
             for job in self._jobs.values():
@@ -229,8 +226,11 @@ class StoreFlow:
         verdicts = result.verdicts(len(copying))
         reason = FAILURE_TO_REASON.get(result.failure or CopyFailure.RAISED, DropReason.COPY_FAILED)
         self._release(copying)
-        for item, copied in zip(copying, verdicts, strict=True):
-            outcome = self._attempt("commit", self._commit, item) if copied else reason
+        outcomes: list[DropReason | None] = [None if copied else reason for copied in verdicts]
+        why_not = self._attempt("commit", self._commit, copying, outcomes)
+        if why_not is not None:
+            outcomes = [outcome or why_not for outcome in outcomes]
+        for item, outcome in zip(copying, outcomes, strict=True):
             if outcome is None:
                 self.ledger.add_stored(1)
                 if self._flushed is not None:
@@ -355,15 +355,19 @@ class StoreFlow:
             if self._blocks.get(item.block.block_id) == item.block and not self._is_pending(item.block):
                 self._blocks.mark_dirty(item.block.digest)
 
-    def _commit(self, item: Copying) -> DropReason | None:
-        """None when the block is stored now."""
-        if item.reservation.namespace != self._space.digest:
-            return DropReason.RESET
-        if item.overtaken:
-            return DropReason.OVERTAKEN
-        if not self._reachable(item.block.parent):
-            return DropReason.ORPHAN
-        return None if self._space.commit([item.reservation])[0] else DropReason.RESET
+    def _commit(self, copying: Sequence[Copying], outcomes: list[DropReason | None]) -> None:
+        """Have those found that have no outcome yet, all at once; of the others that becomes the reason."""
+        lost: set[BlockDigest | None] = set()
+        for place, item in enumerate(copying):
+            if outcomes[place] is None:
+                is_reachable = item.block.parent not in lost and self._reachable(item.block.parent)
+                outcomes[place] = item.why_not_stored(self._space.digest, is_reachable)
+            if outcomes[place] is not None:
+                lost.add(item.block.digest)
+        wanted = [place for place, outcome in enumerate(outcomes) if outcome is None]
+        are_stored = self._space.commit([copying[place].reservation for place in wanted]) if wanted else []
+        for place, is_stored in zip(wanted, are_stored, strict=True):
+            outcomes[place] = None if is_stored else DropReason.RESET
 
     def _attempt(self, where: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | DropReason:
         """What the call returns, or TIER_ERROR whatever it raises: then the block is just not stored."""
@@ -379,12 +383,8 @@ class StoreFlow:
     def _job(self, copying: list[Copying]) -> CopyJob:
         job_id = next(self._job_ids)
         self._jobs[job_id] = StoreJob(copying, self._clock.now())
-        return CopyJob(
-            job_id,
-            CopyDirection.STORE,
-            tuple(item.block.block_id for item in copying),
-            tuple(item.reservation.lease.offset for item in copying),
-        )
+        block_ids = tuple(item.block.block_id for item in copying)
+        return CopyJob(job_id, CopyDirection.STORE, block_ids, tuple(item.reservation.lease.offset for item in copying))
 
     def _drop(self, block: PublishedBlock, reason: DropReason) -> None:
         """Count a drop. A block that the GPU pool still holds, and whose prefix can be stored, is dirty again."""

@@ -15,8 +15,8 @@ from kvtier.protocol.messages import Failed, FailureCode
 from kvtier.protocol.wire import pack
 from kvtier.server.hub import Hub
 from kvtier.server.listening import Listener, tcp_peer, unix_peer
-from kvtier.server.peers import Peer
-from kvtier.server.serving import Connection, note_connect
+from kvtier.server.peers import Peer, note_connect
+from kvtier.server.serving import Connection
 
 __all__ = ["Gate"]
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Peer", "Process"]
+__all__ = ["Peer", "Process", "note_connect"]
+
+audit = logging.getLogger("kvtier.audit")
 
 
 class Process:
@@ -72,3 +75,21 @@ class Peer:
         if self.kind == "unix":
             return f"pid {self.pid}" if self.pid else f"uid {self.uid}"
         return f"host {self.address.rpartition(':')[0]}"
+
+
+def note_connect(peer: Peer, tenant: str, outcome: str) -> None:
+    """One line of the audit log: who connected, as what, and what came of it."""
+    audit.info(
+        "connect %s: %s",
+        peer.address,
+        outcome,
+        extra={
+            "peer": peer.kind,
+            "address": peer.address,
+            "uid": peer.uid,
+            "pid": peer.pid,
+            "certificate": peer.certificate_name,
+            "tenant": tenant,
+            "outcome": outcome,
+        },
+    )

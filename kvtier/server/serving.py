@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from kvtier.protocol.messages import (
 )
 from kvtier.protocol.wire import Message, PayloadEnd, Receiver, pack
 from kvtier.server.output import Output, PlainOutput, TlsOutput
-from kvtier.server.peers import Peer
+from kvtier.server.peers import Peer, note_connect
 from kvtier.server.session import Session
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["Connection"]
 
 logger = logging.getLogger("kvtier.server")
-audit = logging.getLogger("kvtier.audit")
 
 MESSAGES_A_TURN = 64
 """That one connection is answered before others have their turn."""
@@ -39,6 +39,9 @@ TURN_S = 0.002
 """That one connection is answered before others have their turn, however few messages those were."""
 TURN_BYTES = 4 << 20
 """Of a payload that is read at once before others have their turn."""
+LOW_WATER_BYTES = 1 << 20
+"""Of a payload that must have come, or all that is left of it, before the loop hears of it: one turn of the loop takes
+as long as a hundred KiB."""
 MAX_WAITING_BYTES = 1 << 20
 """Of answers that a peer has not read: until it does, nothing more is read from it. What comes of requests that were
 read before is bounded by the credits."""
@@ -83,6 +86,7 @@ class Connection(asyncio.BufferedProtocol):
         self._is_plain = False
         self._in_payload = False
         """And not of TLS."""
+        self._low_water = 1
         self._corked: list[bytes] | None = None
         """Answers of this turn, sent together at its end."""
         self._is_held = False
@@ -214,6 +218,7 @@ class Connection(asyncio.BufferedProtocol):
         """Once what was sent is out."""
         self._closing = why
         self._deadline = self._clock.now() + LINGER_S
+        self._set_low_water()
         self._receiver.close()
         self._scratch = bytearray(1 << 12)
         if self._output is not None and not self._output.backlog_bytes and self._corked is None:
@@ -238,6 +243,7 @@ class Connection(asyncio.BufferedProtocol):
             session.fail(FailureCode.FAILED, "the server could not handle a message; its log says more")
         finally:
             self._corked = None
+        self._set_low_water()
         if corked:
             output.send(b"".join(corked) if len(corked) > 1 else corked[0])
         else:
@@ -305,6 +311,15 @@ class Connection(asyncio.BufferedProtocol):
                 return event
         return None
 
+    def _set_low_water(self) -> None:
+        """What must have come before the system wakes the loop. An end does in any case."""
+        in_payload = self._in_payload and self._closing is None
+        wanted = max(1, min(self._receiver.payload_bytes_left, LOW_WATER_BYTES)) if in_payload else 1
+        if wanted != self._low_water:
+            self._low_water = wanted
+            with suppress(OSError):  # the loop finds what is wrong with it
+                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
+
     def _note_progress(self, payload_bytes: int) -> None:
         """payload_bytes: that follow what was handled last; -1: nothing new has come whole."""
         if not self._receiver.within_frame:
@@ -368,24 +383,6 @@ class Connection(asyncio.BufferedProtocol):
             note_connect(self.peer, message.tenant, "welcome")
         elif isinstance(message, Failed) and message.id == 0 and not self._was_welcome:
             note_connect(self.peer, "", message.code)
-
-
-def note_connect(peer: Peer, tenant: str, outcome: str) -> None:
-    """One line of the audit log: who connected, as what, and what came of it."""
-    audit.info(
-        "connect %s: %s",
-        peer.address,
-        outcome,
-        extra={
-            "peer": peer.kind,
-            "address": peer.address,
-            "uid": peer.uid,
-            "pid": peer.pid,
-            "certificate": peer.certificate_name,
-            "tenant": tenant,
-            "outcome": outcome,
-        },
-    )
 
 
 def _common_name(certificate: object) -> str | None:

@@ -23,6 +23,7 @@ class TierWrapper(Tier):
         self.is_remote = tier.is_remote
         self.keeps_history = tier.keeps_history
         self.adopts = tier.adopts
+        self.job_scale = tier.job_scale
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._inner!r})"

@@ -27,8 +27,8 @@ from kvtier.server import admin_client
 from kvtier.server.admin_client import AdminClient, AdminError
 from kvtier.server.listening import UnixSocket
 from kvtier.server.logs import TextFormatter
-from kvtier.server.peers import Peer, Process
-from kvtier.server.serving import TURN_S, Connection, note_connect
+from kvtier.server.peers import Peer, Process, note_connect
+from kvtier.server.serving import TURN_S, Connection
 from kvtier.server.session import Session
 from kvtier.server.tenants import read_token
 from kvtier.tiers.server.address import Address

@@ -26,17 +26,19 @@ from kvtier.clock import MonotonicClock
 from kvtier.config import HostSettings, ServerSettings, Settings
 from kvtier.keys import BlockDigest, Key, Namespace, Shard, make_key
 from kvtier.layout import KVLayout
+from kvtier.readqueue import READ_BYTES
 from kvtier.reasons import DropReason
 from kvtier.store import Store
 from kvtier.tiers.base import ReadOutcome, ReadRequest, WriteOutcome, WriteRequest
 from kvtier.tiers.reservation import Reservation
+from kvtier.writebehind import WRITE_BYTES
 from kvtier_connectors.bench.server_plain import PlainStream, serve_echo, serve_sink
+from kvtier_connectors.copies import blocks_per_job
 
 __all__ = ["command_of"]
 
 NAMESPACE = b"kvtier bench".ljust(16, b"\0")
-JOB_BYTES = 64 << 20
-"""What one call of the tier moves: as write-behind and staging do at their largest, times some."""
+MOST = 1 << 62
 SLAB = 64 << 20
 HOST_SHARE = 2
 """Of a host pool that is the server's: room for what is stored, and as much again to be filled."""
@@ -71,7 +73,7 @@ class Blocks:
 
 
 class OfServer:
-    """Through the tier, in calls of JOB_BYTES."""
+    """Through the tier, in calls as large as write-behind's largest jobs."""
 
     def __init__(self, url: str, token_file: str | None, blocks: Blocks) -> None:
         from kvtier.tiers.server import ServerTier
@@ -81,7 +83,7 @@ class OfServer:
         assert self._tier.wait_mapped(TIMEOUT_S), "the server's memory did not come"
         self._blocks = blocks
         self._keys = blocks.new_keys()
-        self._at_once = max(1, JOB_BYTES // blocks.block_bytes)
+        self._at_once = max(1, self._tier.job_bytes(WRITE_BYTES, MOST) // blocks.block_bytes)
 
     def _starts(self) -> range:
         return range(0, len(self._keys), self._at_once)
@@ -144,7 +146,8 @@ class OfOwn:
 
 class OfPlace:
     """A store whose host pool is the server's memory: reserved, copied and committed as by an engine, until all are
-    published; asked for and staged, which adopts and verifies them, in parts of JOB_BYTES, and copied out."""
+    published; asked for and staged, which adopts and verifies them, in parts as large as
+    its largest jobs, and copied out."""
 
     def __init__(self, url: str, blocks: Blocks) -> None:
         from kvtier.tiers.server import ServerTier
@@ -161,9 +164,9 @@ class OfPlace:
         self._store.stager.subscribe(self._has_ended.set)
         self._blocks = blocks
         self._names = self._new_names()
-        self._at_once = max(1, min(JOB_BYTES, size // 4) // blocks.block_bytes)
         device = self._tier.device
         assert isinstance(device, ServerTier)
+        self._at_once = max(1, device.job_bytes(READ_BYTES, size // 4) // blocks.block_bytes)
         assert device.wait_mapped(TIMEOUT_S), "the server's memory did not come"
 
     def _new_names(self) -> list[BlockDigest]:
@@ -183,11 +186,16 @@ class OfPlace:
 
     def store(self) -> None:
         buffer, size = self._store.pool.buffer, self._blocks.block_bytes
-        for name, source in zip(self._names, self._blocks.sources, strict=True):
-            reservation = self._reserve(name)
-            offset = reservation.lease.offset
-            np.copyto(buffer[offset : offset + size], source)
-            self._space.commit([reservation])
+        at_once = blocks_per_job(size)  # of an engine's copies
+        for start in range(0, len(self._names), at_once):
+            part = slice(start, start + at_once)
+            copied: list[Reservation] = []
+            for name, source in zip(self._names[part], self._blocks.sources[part], strict=True):
+                reservation = self._reserve(name)
+                offset = reservation.lease.offset
+                np.copyto(buffer[offset : offset + size], source)
+                copied.append(reservation)
+            self._space.commit(copied)
         assert self._store.flush(TIMEOUT_S) == 0, "blocks were not published"
 
     def restore(self) -> None:

@@ -16,7 +16,7 @@ __all__ = ["BATCH_BYTES", "Batch", "Lookups", "batch_bytes", "batches", "digests
 MAX_TTL_MS = (1 << 63) - 1
 NO_PARENT = bytes(DIGEST_BYTES)
 
-BATCH_BYTES = 16 << 20
+BATCH_BYTES = 32 << 20
 """Of blocks that one message reserves or stages, unless one block is longer: while one batch is copied the server
 prepares the next. A message costs both sides as much as some tens of blocks."""
 MIN_BATCH_BYTES = 4 << 20

@@ -77,8 +77,8 @@ class Connection:
 
     @property
     def can_ask_ahead(self) -> bool:
-        """Whether two may be without an answer at once."""
-        return self.welcome.credits >= 2
+        """Whether three may be without an answer at once."""
+        return self.welcome.credits >= 3
 
     def begin(self, deadline: float) -> None:
         """What is said and heard from here on ends by then."""

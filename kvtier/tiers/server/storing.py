@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvtier.protocol.messages import Commit, CommitOutcome, Committed, FailureCode, Reserve, Reserved, ReserveOutcome
@@ -23,6 +23,10 @@ _RESERVE_OUTCOMES = {
 _COMMIT_OUTCOMES = {CommitOutcome.STORED: WriteOutcome.STORED, CommitOutcome.VOID: WriteOutcome.WITHDRAWN}
 
 
+SENT_BYTES = 8 << 20
+"""Of blocks that one Commit sends, unless one block is longer."""
+
+
 class _Filled(NamedTuple):
     """A commit that was not answered yet."""
 
@@ -38,6 +42,7 @@ class Storing:
         self._connection = connection
         self._requests = requests
         self.outcomes = [WriteOutcome.ERROR] * len(requests)
+        self._sums: dict[int, int] = {}  # by position, of blocks that were not copied yet
         self.being_stored: list[int] = []
         """Positions of blocks that others were storing when the server was last asked."""
 
@@ -49,26 +54,46 @@ class Storing:
             return
         ahead = self._connection.can_ask_ahead
         reserving = self._reserve(batches[0])
+        self._sum_up(batches[0])
         filled: _Filled | None = None
         for i, batch in enumerate(batches):
             slots = self._reserved(batch, reserving)
             following = batches[i + 1] if i + 1 < len(batches) else None
             if following is not None and ahead:
                 reserving = self._reserve(following)
-            if slots:
-                payload, checksums = self._fill(batch, slots)
-                if filled is not None:
+            # Where a Reserve is said soon it takes the Commit along.
+            later = ahead and i + 2 < len(batches) and self._connection.mapping is not None
+            for part in self._parts(batch, slots):
+                payload, checksums = self._fill(batch, part)
+                before, filled = filled, self._commit(batch, part, payload, checksums, later=later)
+                # Only now, so that the server has this part by then and need not wait for it.
+                if before is not None:
+                    self._settle(before)
+                if not ahead:
                     self._settle(filled)
-                # Where a Reserve is said soon it takes this along.
-                later = ahead and i + 2 < len(batches) and self._connection.mapping is not None
-                filled = self._commit(batch, slots, payload, checksums, later=later)
-            if filled is not None and not ahead:
-                self._settle(filled)
-                filled = None
+                    filled = None
             if following is not None and not ahead:
                 reserving = self._reserve(following)
         if filled is not None:
             self._settle(filled)
+
+    def _parts(self, batch: Batch, slots: Sequence[Slot]) -> Iterator[Sequence[Slot]]:
+        """What one Commit names. Bytes that are sent were summed up just before: while they are in the cache, and what
+        was sent before them is still on its way."""
+        at_once = SENT_BYTES // batch.block_bytes if self._connection.mapping is None else len(slots)
+        at_once = max(1, at_once)
+        for start in range(0, len(slots), at_once):
+            yield slots[start : start + at_once]
+
+    def _sum_up(self, batch: Batch) -> None:
+        """Until the answer comes: the server may have slept, and the caches are full of blocks."""
+        if self._connection.welcome.checksums:
+            for position in batch.positions:
+                request = self._requests[position]
+                if request.checksum is None and position not in self._sums:
+                    if self._connection.is_readable:
+                        return
+                    self._sums[position] = checksum(request.buffer)
 
     def _reserve(self, batch: Batch) -> int:
         requests = [self._requests[i] for i in batch.positions]
@@ -104,7 +129,7 @@ class Storing:
         payload, checksums = [], []
         for slot in slots:
             request = self._requests[batch.positions[slot.place]]
-            known = request.checksum if self._connection.welcome.checksums else 0
+            known = self._known(batch.positions[slot.place])
             if mapping is None:
                 payload.append(request.buffer.cast("B"))
                 checksums.append(checksum(request.buffer) if known is None else known)
@@ -113,6 +138,13 @@ class Storing:
                 found = copy_in(target, as_bytes(request.buffer), hashed=known is None)
                 checksums.append(found if known is None else known)
         return payload, checksums
+
+    def _known(self, position: int) -> int | None:
+        """A block's checksum, as far as it need not be computed."""
+        if not self._connection.welcome.checksums:
+            return 0
+        known = self._requests[position].checksum
+        return self._sums.get(position) if known is None else known
 
     def _commit(
         self,
