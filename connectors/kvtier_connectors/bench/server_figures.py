@@ -13,11 +13,11 @@ from pathlib import Path
 
 from kvtier.layout import KVLayout
 from kvtier_connectors.bench.figures import Figure, measure_pairs, steady
-from kvtier_connectors.bench.server_rig import Clients, PlainEnd, Server, Work
+from kvtier_connectors.bench.server_rig import Clients, PlainEnd, Server, Work, apart
 
 __all__ = ["ServerSizes", "server_figures"]
 
-MAX_SLOW_RUNS = 5
+MAX_SLOW_RUNS = 11
 CLIENTS = (1, 4)
 LOOKUP_LIMIT_MS = 3.0
 START_LIMIT_S = 1.5
@@ -112,12 +112,12 @@ def _lookup(server: Server, shape: str, runs: int, sizes: ServerSizes) -> Figure
 
 
 def _ping(server: Server, shape: str, runs: int, sizes: ServerSizes) -> Figure:
-    """Microseconds, beside as many bytes there and back between two Python processes."""
+    """Microseconds, beside as many bytes there and back between two Python processes; each between two CPUs."""
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as directory:
         path = Path(directory) / "echo"
         end = PlainEnd(path=path)
         try:
-            with socket.socket(socket.AF_UNIX) as echo:
+            with socket.socket(socket.AF_UNIX) as echo, apart(server.pid, end.pid):
                 echo.connect(str(path))
 
                 def ask() -> None:
