@@ -49,13 +49,11 @@ def server_figures(shape: str, layout: KVLayout, runs: int, sizes: ServerSizes) 
     slow_runs = min(runs, MAX_SLOW_RUNS)
     for checksums in (True, False):
         with Server(sizes.pool_bytes, checksums=checksums) as server:
+            suffix = "" if checksums else ".unchecked"
             for number in CLIENTS:
-                yield from _moves(
-                    server.unix_url, "" if checksums else ".unchecked", number, shape, layout, slow_runs, sizes
-                )
-    with Server(sizes.pool_bytes) as server:
-        for number in CLIENTS:
-            yield from _streams(server, number, shape, layout, slow_runs, sizes)
+                yield from _moves(server.unix_url, suffix, number, shape, layout, slow_runs, sizes)
+            for number in CLIENTS:
+                yield from _streams(server, suffix, number, shape, layout, slow_runs, sizes)
     with Server(sizes.pool_bytes) as server:
         yield _lookup(server, shape, runs, sizes)
         yield _ping(server, shape, runs, sizes)
@@ -73,7 +71,7 @@ def _moves(
 
 
 def _streams(
-    server: Server, number: int, shape: str, layout: KVLayout, runs: int, sizes: ServerSizes
+    server: Server, suffix: str, number: int, shape: str, layout: KVLayout, runs: int, sizes: ServerSizes
 ) -> Iterator[Figure]:
     """Beside as many plain sockets."""
     num_blocks = max(1, sizes.moved_bytes // number // layout.block_bytes)
@@ -83,7 +81,7 @@ def _streams(
         with Clients(
             number, layout.block_bytes, num_blocks, url=server.tcp_url, token_file=token_file, port=end.port
         ) as clients:
-            yield from _pairs(clients, "server.tcp", "server", "plain", number, shape, runs)
+            yield from _pairs(clients, f"server.tcp{suffix}", "server", "plain", number, shape, runs)
     finally:
         end.close()
 
