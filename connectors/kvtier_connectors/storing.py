@@ -357,13 +357,11 @@ class StoreFlow:
 
     def _commit(self, copying: Sequence[Copying], outcomes: list[DropReason | None]) -> None:
         """Have those found that have no outcome yet, all at once; of the others that becomes the reason."""
-        lost: set[BlockDigest | None] = set()
         for place, item in enumerate(copying):
             if outcomes[place] is None:
-                is_reachable = item.block.parent not in lost and self._reachable(item.block.parent)
-                outcomes[place] = item.why_not_stored(self._space.digest, is_reachable)
-            if outcomes[place] is not None:
-                lost.add(item.block.digest)
+                outcomes[place] = item.why_not_stored(self._space.digest, self._reachable(item.block.parent))
+            if outcomes[place] is not None:  # at once: blocks that continue one on its way count as reachable
+                self._attempt("abort", self._space.abort, item.reservation)
         wanted = [place for place, outcome in enumerate(outcomes) if outcome is None]
         are_stored = self._space.commit([copying[place].reservation for place in wanted]) if wanted else []
         for place, is_stored in zip(wanted, are_stored, strict=True):

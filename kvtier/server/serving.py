@@ -312,8 +312,8 @@ class Connection(asyncio.BufferedProtocol):
         return None
 
     def _set_low_water(self) -> None:
-        """What must have come before the system wakes the loop. An end does in any case."""
-        in_payload = self._in_payload and self._closing is None
+        """What must have come before the system wakes the loop. An end does in any case; so does a Unix socket."""
+        in_payload = self._in_payload and self._closing is None and self.peer.kind == "tcp"
         wanted = max(1, min(self._receiver.payload_bytes_left, LOW_WATER_BYTES)) if in_payload else 1
         if wanted != self._low_water:
             self._low_water = wanted

@@ -38,6 +38,7 @@ class ThrottledTier(TierWrapper):
         self, tier: Tier, bytes_per_second: float, clock: Clock, wait: Callable[[float], object] | None = None
     ) -> None:
         super().__init__(tier)
+        self.job_scale = 1  # a batch is what the rate may be passed by
         if not 0 < bytes_per_second < float("inf"):
             raise ConfigError(f"a throttle needs a rate of more than 0 bytes a second, not {bytes_per_second:g}")
         self._rate = bytes_per_second

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from kvtier.leases import Owner
 from kvtier.reasons import DropReason
 from kvtier.store import Space
 from kvtier.tiers import WriteRequest
+from kvtier.tiers.reservation import Reservation
 from kvtier_connectors.contract import WRITTEN, CopyDirection, CopyFailure, CopyResult, StepDemand
 from kvtier_connectors.room import LOOK_S, MAX_WAIT_S
 from kvtier_engine.testing.rig import ConnectorRig
@@ -515,6 +517,284 @@ def test_a_job_larger_than_one_copy_is_split(open_rig: OpenRig, monkeypatch: pyt
     rig.copy_all()
     assert rig.scheduler.match("b", 0, 5).num_blocks == 5
     assert (rig.ledger.stored, rig.ledger.pending) == (5, 0)
+
+
+# ---- one commit a job ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def commits(monkeypatch: pytest.MonkeyPatch) -> list[list[bytes]]:
+    """The digests of each call of `Space.commit`."""
+    calls: list[list[bytes]] = []
+    commit = Space.commit
+
+    def noting(space: Space, reservations: Sequence[Reservation]) -> list[bool]:
+        calls.append([reservation.digest for reservation in reservations])
+        return commit(space, reservations)
+
+    monkeypatch.setattr(Space, "commit", noting)
+    return calls
+
+
+def copying(open_rig: OpenRig, chains: Mapping[str, list[int]]) -> tuple[ConnectorRig, int, dict[str, list[int]]]:
+    """A rig that copies these prompts, sharing what they share, in one job in this order; the job, and the blocks of
+    each. Their requests are over, and the copies have not run."""
+    rig = open_rig(num_blocks=24, policy="write_through")
+    blocks = {name: _compute_shared(rig, name, tokens) for name, tokens in chains.items()}
+    for name, table in blocks.items():
+        rig.finish(name, table)
+    (job,) = rig.plan(submit=False).jobs
+    assert job.block_ids == tuple(dict.fromkeys(block for table in blocks.values() for block in table))
+    return rig, job.job_id, blocks
+
+
+def copied(rig: ConnectorRig, job_id: int, blocks: Sequence[int], failed: Sequence[int] = ()) -> None:
+    """The job ended: what it held of these was copied, but the copies of some failed."""
+    for item in rig.scheduler._stores._jobs[job_id].blocks:
+        item.reservation.lease.view[: rig.space.block_bytes] = rig.runner.pool[:, item.block.block_id].tobytes()
+    verdicts = tuple(block not in failed for block in blocks)
+    rig.collect([CopyResult(job_id, verdicts, CopyFailure.RAISED if failed else None)])
+
+
+def nothing_is_kept(rig: ConnectorRig) -> None:
+    """No slot and no source, of blocks that are not stored; and each is accounted for."""
+    assert rig.pins() == []
+    assert (rig.store.stats().leases, rig.store.pool.usage().num_slots_leased) == (0, 0)
+    assert rig.ledger.pending == 0
+    assert rig.ledger.due == rig.ledger.stored + sum(rig.dropped.values())
+    rig.store.host.check_integrity()
+
+
+A, B = prompt(0, 4), prompt(100, 3)
+
+
+def again(rig: ConnectorRig, name: str) -> None:
+    """A prompt that is one block longer makes what is not stored due anew."""
+    tokens = {"a": A, "b": B}[name]
+    table = _compute_shared(rig, f"{name} again", tokens + prompt(900 + len(rig.digests), 1))
+    assert rig.plan().jobs
+    rig.copy_all()
+    rig.finish(f"{name} again", table)
+    rig.verify_stored(rig.digests[f"{name} again"])
+
+
+def test_the_blocks_of_a_copy_job_are_committed_by_one_call(open_rig: OpenRig, commits: list[list[bytes]]) -> None:
+    rig, job, blocks = copying(open_rig, {"a": A, "b": B})
+    copied(rig, job, [*blocks["a"], *blocks["b"]])
+    assert commits == [[*rig.digests["a"], *rig.digests["b"]]], "prefix first"
+    assert (rig.ledger.stored, rig.dropped) == (7, {})
+    rig.verify_stored([*rig.digests["a"], *rig.digests["b"]])
+    nothing_is_kept(rig)
+
+
+def test_each_of_several_copy_jobs_is_committed_as_it_ends(
+    open_rig: OpenRig, commits: list[list[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier_connectors.copies.JOB_BYTES", 3 * 64)
+    rig = open_rig(num_blocks=24, policy="write_through")
+    rig.finish("a", rig.compute("a", prompt(0, 7)))
+    assert len(rig.plan().jobs) == 3
+    rig.copy_all()
+    digests = list(rig.digests["a"])
+    assert commits == [digests[:3], digests[3:6], digests[6:]]
+    rig.verify_stored(digests)
+
+
+def test_a_job_of_which_nothing_was_copied_commits_nothing(open_rig: OpenRig, commits: list[list[bytes]]) -> None:
+    rig, job, blocks = copying(open_rig, {"a": A})
+    copied(rig, job, blocks["a"], failed=blocks["a"])
+    assert commits == []
+    assert rig.dropped == {DropReason.COPY_FAILED: 4}
+    nothing_is_kept(rig)
+
+
+LOST = {
+    "failed": DropReason.COPY_FAILED,
+    "overtaken": DropReason.OVERTAKEN,
+    "void": DropReason.RESET,
+}
+
+
+def end_without(rig: ConnectorRig, job_id: int, blocks: Sequence[int], lost: int, how: str) -> None:
+    """The job ends, and this one of its blocks is lost."""
+    if how == "overtaken":
+        rig.scheduler.plan_step([lost], StepDemand(1, 0, 0))
+    elif how == "void":
+        (item,) = (item for item in rig.scheduler._stores._jobs[job_id].blocks if item.block.block_id == lost)
+        rig.store.host.withdraw(item.reservation)
+    copied(rig, job_id, blocks, failed=[lost] if how == "failed" else [])
+
+
+@pytest.mark.parametrize("how", LOST)
+@pytest.mark.parametrize("order", ["ab", "ba"])
+@pytest.mark.parametrize("place", range(4))
+def test_a_block_that_is_lost_takes_what_continues_it_and_nothing_of_another_chain(
+    open_rig: OpenRig, commits: list[list[bytes]], how: str, order: str, place: int
+) -> None:
+    prompts = {"a": A, "b": B}
+    rig, job, blocks = copying(open_rig, {name: prompts[name] for name in order})
+    end_without(rig, job, [block for name in order for block in blocks[name]], blocks["a"][place], how)
+    assert rig.held(rig.digests["a"]) == [True] * place + [False] * (4 - place)
+    assert rig.held(rig.digests["b"]) == [True] * 3
+    orphans = {DropReason.ORPHAN: 3 - place} if place < 3 else {}
+    assert rig.dropped == {LOST[how]: 1} | orphans
+    assert (rig.ledger.due, rig.ledger.stored) == (7, 3 + place)
+    assert len(commits) == 1
+    rig.verify_stored([*rig.digests["a"][:place], *rig.digests["b"]])
+    nothing_is_kept(rig)
+
+
+@pytest.mark.parametrize("how", LOST)
+@pytest.mark.parametrize("lost", ["the trunk", "a branch", "the other branch"])
+def test_a_block_that_is_lost_takes_no_other_branch_of_its_prompt(open_rig: OpenRig, how: str, lost: str) -> None:
+    trunk = prompt(0, 1)
+    rig, job, blocks = copying(open_rig, {"a": trunk + prompt(100, 2), "b": trunk + prompt(200, 2)})
+    a, b = blocks["a"], blocks["b"]
+    assert a[0] == b[0]
+    gone = {"the trunk": a[0], "a branch": a[1], "the other branch": b[1]}[lost]
+    end_without(rig, job, [*a, *b[1:]], gone, how)
+    assert rig.held(rig.digests["a"]) == [lost != "the trunk", *[lost == "the other branch"] * 2]
+    assert rig.held(rig.digests["b"]) == [lost != "the trunk", *[lost == "a branch"] * 2]
+    assert rig.dropped == {LOST[how]: 1, DropReason.ORPHAN: 4 if lost == "the trunk" else 1}
+    nothing_is_kept(rig)
+
+
+def test_blocks_that_are_lost_one_behind_the_other_have_each_its_reason(open_rig: OpenRig) -> None:
+    rig, job, blocks = copying(open_rig, {"a": prompt(0, 5)})
+    a = blocks["a"]
+    rig.scheduler.plan_step([a[2]], StepDemand(1, 0, 0))
+    copied(rig, job, a, failed=[a[1], a[4]])
+    assert rig.held(rig.digests["a"]) == [True, *[False] * 4]
+    assert rig.dropped == {DropReason.COPY_FAILED: 2, DropReason.OVERTAKEN: 1, DropReason.ORPHAN: 1}
+    nothing_is_kept(rig)
+
+
+@pytest.mark.parametrize("how", ["failed", "orphan"])
+def test_what_was_lost_with_a_job_is_stored_by_a_later_one(open_rig: OpenRig, how: str) -> None:
+    rig, job, blocks = copying(open_rig, {"a": A, "b": B})
+    lost = blocks["a"][1:] if how == "failed" else [blocks["a"][1]]
+    copied(rig, job, [*blocks["a"], *blocks["b"]], failed=lost)
+    assert rig.held(rig.digests["a"]) == [True, False, False, False]
+    again(rig, "a")
+    rig.verify_stored(rig.digests["a"])
+    assert (rig.ledger.stored, rig.ledger.pending) == (7 + 1, 0)
+
+
+FAULTS = [RuntimeError("injected"), KeyError("injected"), asyncio.CancelledError("injected")]
+
+
+@pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("where", ["before", "reaches"])
+def test_a_commit_that_raises_drops_the_job_and_all_of_it_may_be_stored_again(
+    open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch, where: str, error: BaseException
+) -> None:
+    rig, job, blocks = copying(open_rig, {"a": A, "b": B})
+    num_asked = 0
+
+    def raising(*_: object) -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        if where == "reaches" and num_asked < 3:
+            return True
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Space, "commit" if where == "before" else "reaches", raising)
+        copied(rig, job, [*blocks["a"], *blocks["b"]])
+    assert (rig.ledger.stored, rig.dropped) == (0, {DropReason.TIER_ERROR: 7})
+    assert rig.held([*rig.digests["a"], *rig.digests["b"]]) == [False] * 7
+    assert rig.store.stats().host_blocks == 0
+    nothing_is_kept(rig)
+    for name in "ab":
+        again(rig, name)
+    assert (rig.ledger.stored, rig.dropped, rig.ledger.pending) == (9, {DropReason.TIER_ERROR: 7}, 0)
+    nothing_is_kept(rig)
+
+
+def test_a_commit_that_raises_keeps_the_reasons_of_what_was_lost_before(
+    open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, job, blocks = copying(open_rig, {"a": A, "b": B})
+
+    def raising(*_: object) -> list[bool]:
+        raise RuntimeError("injected")
+
+    rig.scheduler.plan_step([blocks["b"][1]], StepDemand(1, 0, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(Space, "commit", raising)
+        copied(rig, job, [*blocks["a"], *blocks["b"]], failed=[blocks["a"][2]])
+    assert rig.dropped == {
+        DropReason.COPY_FAILED: 1,  # the third of a
+        DropReason.OVERTAKEN: 1,  # the second of b
+        DropReason.ORPHAN: 2,  # the last of each
+        DropReason.TIER_ERROR: 3,  # those before
+    }
+    assert rig.store.stats().host_blocks == 0
+    nothing_is_kept(rig)
+
+
+def test_a_commit_that_raises_when_all_was_committed_leaves_the_ledger_right(
+    open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, job, blocks = copying(open_rig, {"a": A, "b": B})
+    commit = Space.commit
+
+    def raising(space: Space, reservations: Sequence[Reservation]) -> list[bool]:
+        commit(space, reservations)
+        raise RuntimeError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Space, "commit", raising)
+        copied(rig, job, [*blocks["a"], *blocks["b"]])
+    assert (rig.ledger.stored, rig.dropped) == (0, {DropReason.TIER_ERROR: 7})
+    rig.verify_stored([*rig.digests["a"], *rig.digests["b"]])
+    nothing_is_kept(rig)
+    again(rig, "a")
+    assert rig.ledger.stored == 1, "the longer prompt's last block: the rest is there"
+    nothing_is_kept(rig)
+
+
+def test_a_commit_that_answers_for_too_few_drops_the_job(open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, job, blocks = copying(open_rig, {"a": A})
+    with monkeypatch.context() as patch:
+        patch.setattr(Space, "commit", lambda *_: [False, True])
+        copied(rig, job, blocks["a"])
+    assert rig.ledger.stored == 0
+    assert rig.store.stats().host_blocks == 0
+    nothing_is_kept(rig)
+
+
+def test_a_block_whose_abort_fails_keeps_no_other_from_being_dropped(
+    open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, job, blocks = copying(open_rig, {"a": A})
+    abort, aborted = Space.abort, list[bytes]()
+
+    def raising(space: Space, reservation: Reservation) -> None:
+        abort(space, reservation)
+        aborted.append(reservation.digest)
+        raise RuntimeError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Space, "abort", raising)
+        copied(rig, job, blocks["a"], failed=[blocks["a"][1]])
+    assert list(dict.fromkeys(aborted)) == list(rig.digests["a"][1:])
+    assert rig.dropped == {DropReason.COPY_FAILED: 1, DropReason.ORPHAN: 2}
+    nothing_is_kept(rig)
+
+
+@pytest.mark.parametrize("is_below", [True, False])
+def test_a_block_is_stored_behind_one_that_only_a_lower_tier_has(
+    open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch, is_below: bool
+) -> None:
+    rig, job, blocks = copying(open_rig, {"a": A})
+    reaches = Space.reaches
+    below = rig.digests["a"][1] if is_below else None
+    with monkeypatch.context() as patch:
+        patch.setattr(Space, "reaches", lambda space, digest: digest == below or reaches(space, digest))
+        copied(rig, job, blocks["a"], failed=[blocks["a"][1]])
+    assert rig.held(rig.digests["a"]) == [True, False, is_below, is_below]
+    nothing_is_kept(rig)
 
 
 # ---- all of it -------------------------------------------------------------------------------------------------------

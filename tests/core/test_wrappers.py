@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from typing import Any
@@ -24,6 +24,7 @@ from kvtier.tiers.base import ReadOutcome, ReadRequest, Tier, WriteOutcome, Writ
 from kvtier.tiers.guarded import GuardedTier
 from kvtier.tiers.metered import MeteredTier, MeterSnapshot
 from kvtier.tiers.throttled import BURST_S, MAX_WAIT_S, ThrottledTier
+from kvtier.tiers.watched import WatchedTier
 from kvtier.tiers.wrapper import TierWrapper
 
 SOON_S = 30.0
@@ -149,7 +150,52 @@ def test_a_wrapper_forwards_the_whole_contract() -> None:
     assert wrapper.remove([]) == 7
     assert str(wrapper.usage()) == "usage"
     wrapper.close()
-    assert {*CALLED, "is_remote"} == {name for name in vars(Tier) if not name.startswith("_")}
+    follows_from_another = {"job_bytes"}  # of `job_scale`
+    assert {*CALLED, "is_remote"} | follows_from_another == {name for name in vars(Tier) if not name.startswith("_")}
+
+
+def within_breaker(tier: Tier) -> Tier:
+    return GuardedTier(tier, Breaker(FakeClock()), FakeClock(), TIMEOUT_S)
+
+
+def at_a_rate(tier: Tier) -> Tier:
+    return ThrottledTier(tier, 1 << 20, FakeClock(), wait=lambda seconds: None)
+
+
+WRAP: dict[str, Callable[[Tier], Tier]] = {
+    "plain": TierWrapper,
+    "guarded": within_breaker,
+    "metered": lambda tier: MeteredTier(tier, FakeClock()),
+    "watched": WatchedTier,
+    "faulty": lambda tier: FaultyTier(tier, seed=1),
+    "several": lambda tier: WatchedTier(within_breaker(MeteredTier(tier, FakeClock()))),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAP.values(), ids=WRAP)
+@pytest.mark.parametrize("scale", [1, 4, 16])
+def test_jobs_are_as_large_around_a_tier_as_of_it(wrap: Callable[[Tier], Tier], scale: int) -> None:
+    inner = DictTier()
+    inner.job_scale = scale
+    wrapper = wrap(inner)
+    assert wrapper.job_scale == scale
+    for share in (0, 99, 100, 101, 399, 400, 1600, 10**6):
+        expected = min(max(100, share), 100 * scale)
+        assert (inner.job_bytes(100, share), wrapper.job_bytes(100, share)) == (expected, expected)
+
+
+@pytest.mark.parametrize("wrap", [*WRAP.values(), at_a_rate], ids=[*WRAP, "throttled"])
+def test_jobs_of_a_tier_without_a_scale_are_none_the_larger_for_what_waits(wrap: Callable[[Tier], Tier]) -> None:
+    assert {wrap(DictTier()).job_bytes(100, share) for share in (0, 100, 10**6)} == {100}
+
+
+@pytest.mark.parametrize("wrap", WRAP.values(), ids=WRAP)
+def test_jobs_at_a_rate_are_as_those_of_any_tier(wrap: Callable[[Tier], Tier]) -> None:
+    """One batch is what the rate may be passed by."""
+    inner = DictTier()
+    inner.job_scale = 16
+    assert wrap(at_a_rate(inner)).job_bytes(100, 10**6) == 100
+    assert at_a_rate(wrap(inner)).job_bytes(100, 10**6) == 100
 
 
 # ---- guarded: exceptions ---------------------------------------------------------------------------------------------

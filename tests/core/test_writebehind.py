@@ -299,6 +299,118 @@ def test_what_the_lower_tier_gave_up_is_written_when_it_comes_again(eight: Harne
     assert eight.tier.numbers == {0}
 
 
+# ---- how large a job is ----------------------------------------------------------------------------------------------
+
+
+def sizes(harness: Harness) -> list[int]:
+    return [len(batch) for batch in harness.tier.batches]
+
+
+@pytest.mark.parametrize(
+    ("scale", "max_jobs", "num_blocks", "expected"),
+    [
+        (1, 1, 12, [2] * 6),
+        (1, 3, 12, [2] * 6),
+        (4, 1, 12, [8, 4]),
+        (4, 1, 20, [8, 8, 4]),
+        (4, 2, 12, [6, 3, 2, 1]),
+        (4, 2, 20, [8, 6, 3, 2, 1]),
+        (4, 4, 12, [3, 2, 2, 2, 2, 1]),
+        (4, 4, 4, [2, 2]),
+        (4, 4, 1, [1]),
+        (100, 1, 20, [20]),
+    ],
+)
+def test_a_job_of_a_scaled_tier_takes_its_share_of_what_waits(
+    monkeypatch: pytest.MonkeyPatch, scale: int, max_jobs: int, num_blocks: int, expected: list[int]
+) -> None:
+    """At least as much as another tier's, at most `scale` times that. One job after another."""
+    monkeypatch.setattr(writebehind_module, "WRITE_BYTES", 2 * PAGE_BYTES)
+    harness = Harness(num_blocks, max_jobs=max_jobs)
+    harness.tier.job_scale = scale
+    harness.store_chain(*range(num_blocks))
+    harness.run_all()
+    assert sizes(harness) == expected
+    assert harness.tier.write_numbers == list(range(num_blocks))
+    assert harness.counts() == (num_blocks, num_blocks, {}, 0)
+    assert harness.writer.queued_bytes == 0
+    harness.close()
+
+
+def test_jobs_at_once_have_equal_shares_of_a_scaled_tiers_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writebehind_module, "WRITE_BYTES", PAGE_BYTES)
+    harness = Harness(12, max_jobs=3)
+    harness.tier.job_scale = 100
+    harness.store_chain(*range(12))
+    assert len(harness.jobs) == 3
+    harness.tier.while_writing = harness.jobs.run_next  # so that none of them has ended when the next begins
+    harness.run_all()
+    assert harness.tier.batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert harness.counts() == (12, 12, {}, 0)
+    harness.close()
+
+
+@pytest.mark.parametrize("scale", [1, 4])
+def test_a_block_larger_than_a_job_of_any_scale_is_written_alone(monkeypatch: pytest.MonkeyPatch, scale: int) -> None:
+    monkeypatch.setattr(writebehind_module, "WRITE_BYTES", PAGE_BYTES // 8)
+    harness = Harness(8)
+    harness.tier.job_scale = scale
+    harness.store_chain(0, 1, 2)
+    harness.run_all()
+    assert harness.tier.batches == [[0], [1], [2]]
+    harness.close()
+
+
+@pytest.mark.parametrize("scale", [1, 4])
+def test_a_job_writes_no_more_than_some_blocks_however_small(monkeypatch: pytest.MonkeyPatch, scale: int) -> None:
+    monkeypatch.setattr(writebehind_module, "WRITE_BLOCKS", 3)
+    harness = Harness(8)
+    harness.tier.job_scale = scale
+    harness.store_chain(*range(8))
+    harness.run_all()
+    assert harness.tier.batches == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert harness.counts() == (8, 8, {}, 0)
+    harness.close()
+
+
+def test_blocks_that_waited_too_long_count_among_those_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are looked at under the same hold of the lock."""
+    monkeypatch.setattr(writebehind_module, "WRITE_BLOCKS", 2)
+    harness = Harness(8)
+    harness.store_chain(0, 1, 2)
+    harness.clock.advance(MAX_AGE_S + 1.0)
+    harness.store(3, parent=2)
+    harness.store(4)
+    assert harness.run()
+    assert (harness.tier.batches, harness.counts()) == ([], (5, 0, {DropReason.AGED: 1, DropReason.ORPHAN: 1}, 3))
+    assert harness.writer.queued_bytes == 3 * PAGE_BYTES
+    harness.run_all()
+    assert harness.tier.batches == [[4]], "3 continues what was dropped by an earlier job"
+    assert harness.counts() == (5, 1, {DropReason.AGED: 1, DropReason.ORPHAN: 3}, 0)
+    harness.close()
+
+
+@pytest.mark.parametrize("answer", [WriteOutcome.FULL, WriteOutcome.ERROR])
+def test_what_a_large_job_could_not_write_is_tried_again_at_its_next_use(
+    monkeypatch: pytest.MonkeyPatch, answer: WriteOutcome
+) -> None:
+    monkeypatch.setattr(writebehind_module, "WRITE_BYTES", PAGE_BYTES)
+    harness = Harness(8)
+    harness.tier.job_scale = 8
+    harness.tier.answer = lambda number: answer if number in (2, 5) else None
+    harness.store_chain(*range(8))
+    harness.run_all()
+    assert harness.tier.batches == [list(range(8))]
+    due, stored, dropped, pending = harness.counts()
+    assert (due, stored, sum(dropped.values()), pending) == (8, 6, 2, 0)
+    harness.tier.answer = lambda number: None
+    harness.use(*range(8))
+    harness.run_all()
+    assert harness.tier.numbers == set(range(8))
+    assert max(harness.tier.num_written.values()) == 1
+    harness.close()
+
+
 # ---- bounds ----------------------------------------------------------------------------------------------------------
 
 
@@ -867,11 +979,13 @@ class WriteBehindMachine(RuleBasedStateMachine):
         min_uses=st.integers(1, 3),
         max_jobs=st.integers(1, 2),
         queued=st.integers(1, 2),
+        scale=st.integers(1, 3),
     )
-    def build(self, pages: int, max_blocks: int, min_uses: int, max_jobs: int, queued: int) -> None:
+    def build(self, pages: int, max_blocks: int, min_uses: int, max_jobs: int, queued: int, scale: int) -> None:
         logging.getLogger("kvtier.writebehind").setLevel(logging.CRITICAL)
         self.write_bytes, writebehind_module.WRITE_BYTES = writebehind_module.WRITE_BYTES, 2 * PAGE_BYTES
         self.harness = Harness(pages, max_blocks, min_uses, max_jobs, max_queued=queued)
+        self.harness.tier.job_scale = scale
         self.min_uses, self.max_blocks = min_uses, max_blocks
         self.uses: Counter[int] = Counter()
         self.answers: dict[int, WriteOutcome] = {}

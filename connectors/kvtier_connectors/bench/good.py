@@ -73,6 +73,7 @@ GOOD |= {
     **{f"server.place.{way}.c{number}": "0.75 or more" for way in ("store", "restore") for number in (1, 4)},
     **{f"server.place.unchecked.{way}.c{number}": "0.9 or more" for way in ("store", "restore") for number in (1, 4)},
     **{f"server.tcp.{way}.c{number}": "0.8 or more" for way in ("store", "restore") for number in (1, 4)},
+    **{f"server.tcp.unchecked.{way}.c{number}": "0.8 or more" for way in ("store", "restore") for number in (1, 4)},
     "server.lookup": "1 or less",
     "server.ping": "3 or less",
     "server.start": "below 1",

@@ -64,10 +64,11 @@ def apart(*pids: int) -> Iterator[None]:
 
 
 def _keep_to(pid: int, cpus: set[int]) -> None:
-    """All of its threads."""
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(ProcessLookupError):
-            os.sched_setaffinity(int(thread.name), cpus)
+    """All of its threads, if it is still there."""
+    with suppress(FileNotFoundError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(int(thread.name), cpus)
 
 
 class Child:

@@ -15,6 +15,12 @@ HOST = "tests/core/test_host_tier.py"
 CALLS = "tests/server_tier/test_server_calls.py"
 HOSTILE = "tests/server_tier/test_server_hostile.py"
 MAPPINGS = "tests/server_tier/test_server_mapping.py"
+STORING = "kvtier/tiers/server/storing.py"
+PARTS = "tests/server_tier/test_storing_in_parts.py"
+SERVING = "kvtier/server/serving.py"
+PAYLOADS = "tests/server/test_payloads.py"
+RIG = "connectors/kvtier_connectors/bench/server_rig.py"
+BENCH = "tests/connectors/test_bench_server.py"
 
 MUTANTS: list[Mutant] = [
     Mutant(
@@ -216,5 +222,133 @@ MUTANTS: list[Mutant] = [
         old="            self._tell_committed(stored, None)\n",
         new="            pass\n",
         tests=(f"{GRANTS}::test_blocks_that_are_published_go_on_*",),
+    ),
+    Mutant(
+        name="over TCP a part is sent only once the one before is answered",
+        rules=(),
+        file=STORING,
+        old="                if not ahead:\n                    self._settle(filled)\n",
+        new="                if True:\n                    self._settle(filled)\n",
+        tests=(f"{PARTS}::test_a_part_is_answered_only_*",),
+    ),
+    Mutant(
+        name="with two credits three are outstanding",
+        rules=(),
+        file="kvtier/tiers/server/connection.py",
+        old="self.welcome.credits >= 3",
+        new="self.welcome.credits >= 2",
+        tests=(f"{PARTS}::test_no_more_is_outstanding_*",),
+    ),
+    Mutant(
+        name="over TCP a batch is sent whole",
+        rules=(),
+        file=STORING,
+        old="SENT_BYTES // batch.block_bytes if self._connection.mapping is None else len(slots)",
+        new="len(slots)",
+        tests=(f"{PARTS}::test_a_batch_is_sent_in_parts",),
+    ),
+    Mutant(
+        name="a part's outcomes are taken for those of other blocks",
+        rules=(),
+        file=STORING,
+        old="[batch.positions[slot.place] for slot in slots]",
+        new="batch.positions[: len(slots)]",
+        tests=(f"{PARTS}::test_parts_are_of_the_blocks_*",),
+    ),
+    Mutant(
+        name="a part that fails takes the others along",
+        rules=(),
+        file=STORING,
+        old="            return  # as they are: ERROR\n",
+        new="            raise\n",
+        tests=(f"{PARTS}::test_a_part_that_fails_*",),
+    ),
+    Mutant(
+        name="blocks are hashed though the answer is there",
+        rules=(),
+        file=STORING,
+        old="if self._connection.is_readable:",
+        new="if False:",
+        tests=(f"{PARTS}::test_hashing_stops_*",),
+    ),
+    Mutant(
+        name="blocks that were hashed while the server thought are hashed again",
+        rules=(),
+        file=STORING,
+        old="return self._sums.get(position) if known is None else known",
+        new="return known",
+        tests=(f"{PARTS}::test_blocks_are_hashed_while_*",),
+    ),
+    Mutant(
+        name="blocks that are asked for again are hashed again",
+        rules=(),
+        file=STORING,
+        old="if request.checksum is None and position not in self._sums:",
+        new="if request.checksum is None:",
+        tests=(f"{PARTS}::test_blocks_are_hashed_while_*",),
+    ),
+    Mutant(
+        name="blocks are hashed for a server that keeps no checksums",
+        rules=(),
+        file=STORING,
+        old="        if self._connection.welcome.checksums:\n",
+        new="        if True:\n",
+        tests=(f"{PARTS}::test_a_server_without_checksums_*",),
+    ),
+    Mutant(
+        name="blocks that bring their checksums are hashed",
+        rules=(),
+        file=STORING,
+        old="if request.checksum is None and position not in self._sums:",
+        new="if position not in self._sums:",
+        tests=(f"{PARTS}::test_blocks_that_bring_*",),
+    ),
+    Mutant(
+        name="the last bytes of a payload wait for more",
+        rules=(),
+        file=SERVING,
+        old="max(1, min(self._receiver.payload_bytes_left, LOW_WATER_BYTES))",
+        new="LOW_WATER_BYTES",
+        tests=(f"{PAYLOADS}::test_within_a_payload_*",),
+    ),
+    Mutant(
+        name="the loop hears of every piece of a payload",
+        rules=(),
+        file=SERVING,
+        old="if wanted != self._low_water:",
+        new="if False:",
+        tests=(f"{PAYLOADS}::test_within_a_payload_*",),
+    ),
+    Mutant(
+        name="who is turned away within a payload is heard late",
+        rules=(),
+        file=SERVING,
+        old="in_payload = self._in_payload and self._closing is None",
+        new="in_payload = self._in_payload",
+        tests=(f"{PAYLOADS}::test_who_is_turned_away_*",),
+    ),
+    Mutant(
+        name="of a connection under TLS much is waited for",
+        rules=(),
+        file=SERVING,
+        old="self._in_payload = self._is_plain",
+        new="self._in_payload = True",
+        tests=(f"{PAYLOADS}::test_over_tls_*",),
+    ),
+    Mutant(
+        name="who may not put a process first fails",
+        rules=(),
+        file=RIG,
+        old="with suppress(PermissionError):",
+        new="with suppress(KeyError):",
+        tests=(f"{BENCH}::test_who_may_not_put_*",),
+    ),
+    Mutant(
+        name="processes that were kept apart stay so",
+        rules=(),
+        file=RIG,
+        old="            _keep_to(pid, cpus)\n",
+        new="            pass\n",
+        tests=(f"{BENCH}::test_processes_are_kept_apart_*",),
     ),
 ]

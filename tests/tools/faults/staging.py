@@ -1,12 +1,20 @@
-"""From the tiers to host memory; the rules speak of it where requests wait for it."""
+"""Between the tiers and host memory: staging, of which the rules speak where requests wait for it; copies down and
+write-behind; how large their jobs are, and what becomes of a job of which a part is lost."""
 
 from __future__ import annotations
 
 from tests.tools.mutation import Mutant
 
 STAGE = "kvtier/stage.py"
+BASE = "kvtier/tiers/base.py"
+WRITE_BEHIND = "kvtier/writebehind.py"
+READ_QUEUE = "kvtier/readqueue.py"
+STORING = "connectors/kvtier_connectors/storing.py"
 
 STAGING_TESTS = "tests/core/test_staging.py"
+WRITE_BEHIND_TESTS = "tests/core/test_writebehind.py"
+WRAPPER_TESTS = "tests/core/test_wrappers.py"
+STORING_TESTS = "tests/connectors/test_storing.py"
 
 MUTANTS: list[Mutant] = [
     Mutant(
@@ -28,7 +36,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="each stage reads for itself",
         rules=(),
-        file="kvtier/readqueue.py",
+        file=READ_QUEUE,
         old="            if under_way is not None and (",
         new="            if False and (",
         tests=(f"{STAGING_TESTS}::test_stages_share_a_read_*",),
@@ -36,17 +44,197 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="what a step overwrites is waited for, and dropped all the same",
         rules=(),
-        file="connectors/kvtier_connectors/storing.py",
+        file=STORING,
         old="if copying is not None and not copying.is_fenced:",
         new="if copying is not None:",
-        tests=("tests/connectors/test_storing.py",),
+        tests=(STORING_TESTS,),
     ),
     Mutant(
         name="a copy that began before is not waited for",
         rules=(),
-        file="connectors/kvtier_connectors/storing.py",
+        file=STORING,
         old="        for job_id, job in self._jobs.items():\n            fenced",
         new="        for job_id, job in [(new.job_id, self._jobs[new.job_id]) for new in jobs]:\n            fenced",
-        tests=("tests/connectors/test_storing.py",),
+        tests=(STORING_TESTS,),
+    ),
+    Mutant(
+        name="jobs: a tier of any speed takes all that waits",
+        rules=(),
+        file=BASE,
+        old="return min(max(least, share), self.job_scale * least)",
+        new="return max(least, share)",
+        tests=(f"{WRITE_BEHIND_TESTS}::test_a_job_of_a_scaled_*", f"{STAGING_TESTS}::test_jobs_of_a_scaled_*"),
+    ),
+    Mutant(
+        name="jobs: where little waits jobs are smaller than others'",
+        rules=(),
+        file=BASE,
+        old="min(max(least, share), self.job_scale * least)",
+        new="min(share, self.job_scale * least)",
+        tests=(f"{WRITE_BEHIND_TESTS}::test_a_job_of_a_scaled_*",),
+    ),
+    Mutant(
+        name="jobs: a wrapper makes a fast tier's jobs small",
+        rules=(),
+        file="kvtier/tiers/wrapper.py",
+        old="        self.job_scale = tier.job_scale\n",
+        new="",
+        tests=(f"{WRAPPER_TESTS}::test_jobs_are_as_large_*",),
+    ),
+    Mutant(
+        name="jobs: a batch at a rate is as large as the tier's",
+        rules=(),
+        file="kvtier/tiers/throttled.py",
+        old="self.job_scale = 1",
+        new="self.job_scale = tier.job_scale",
+        tests=(f"{WRAPPER_TESTS}::test_jobs_at_a_rate_*",),
+    ),
+    Mutant(
+        name="jobs: the first of a tier's writes takes the share of all",
+        rules=(),
+        file=WRITE_BEHIND,
+        old="self._queued_bytes // self._max_jobs",
+        new="self._queued_bytes",
+        tests=(f"{WRITE_BEHIND_TESTS}::test_jobs_at_once_*",),
+    ),
+    Mutant(
+        name="jobs: writes to a fast tier are as small as to others",
+        rules=(),
+        file=WRITE_BEHIND,
+        old="most = self._tier.job_bytes(WRITE_BYTES, ",
+        new="most = min(WRITE_BYTES, ",
+        tests=(f"{WRITE_BEHIND_TESTS}::test_a_job_of_a_scaled_*",),
+    ),
+    Mutant(
+        name="jobs: any number of small blocks is taken under one lock to be written",
+        rules=(),
+        file=WRITE_BEHIND,
+        old="in range(WRITE_BLOCKS):",
+        new="in range(WRITE_BYTES):",
+        tests=(f"{WRITE_BEHIND_TESTS}::test_a_job_writes_no_more_*",),
+    ),
+    Mutant(
+        name="jobs: blocks that waited too long are looked at without end",
+        rules=(),
+        file=WRITE_BEHIND,
+        old="            for _ in range(WRITE_BLOCKS):\n                if not self._queue or",
+        new="            while len(batch) < WRITE_BLOCKS:\n                if not self._queue or",
+        tests=(f"{WRITE_BEHIND_TESTS}::test_blocks_that_waited_too_long_count_*",),
+    ),
+    Mutant(
+        name="jobs: shares are of the whole prompt to its end",
+        rules=(),
+        file=READ_QUEUE,
+        old="share = (stage._end - stage._next) * ",
+        new="share = stage._end * ",
+        tests=(f"{STAGING_TESTS}::test_jobs_of_a_scaled_*",),
+    ),
+    Mutant(
+        name="jobs: one job takes all that is left of a prompt",
+        rules=(),
+        file=READ_QUEUE,
+        old=" * stage._nbytes // SHARES",
+        new=" * stage._nbytes",
+        tests=(f"{STAGING_TESTS}::test_jobs_of_a_scaled_*",),
+    ),
+    Mutant(
+        name="jobs: reads of a fast tier are as small as of others",
+        rules=(),
+        file=READ_QUEUE,
+        old="most = source.tier.job_bytes(READ_BYTES, share)",
+        new="most = READ_BYTES",
+        tests=(f"{STAGING_TESTS}::test_jobs_of_a_scaled_*",),
+    ),
+    Mutant(
+        name="jobs: any number of small blocks is taken under one lock to be read",
+        rules=(),
+        file=READ_QUEUE,
+        old=" or len(reads) == READ_BLOCKS",
+        new="",
+        tests=(f"{STAGING_TESTS}::test_a_job_of_any_scale_*",),
+    ),
+    Mutant(
+        name="jobs: a large job passes the bound of bytes under way",
+        rules=(),
+        file=READ_QUEUE,
+        old=" or not budget.can_begin(stage._nbytes):",
+        new=":",
+        tests=(f"{STAGING_TESTS}::test_jobs_of_a_scaled_tier_stay_*",),
+    ),
+    Mutant(
+        name="commit: a call for each block of a copy job",
+        rules=(),
+        file=STORING,
+        old="self._space.commit([copying[place].reservation for place in wanted]) if wanted else []",
+        new="[self._space.commit([copying[place].reservation])[0] for place in wanted]",
+        tests=(f"{STORING_TESTS}::test_the_blocks_of_a_copy_job_*",),
+    ),
+    Mutant(
+        name="commit: a call for nothing",
+        rules=(),
+        file=STORING,
+        old="for place in wanted]) if wanted else []",
+        new="for place in wanted])",
+        tests=(f"{STORING_TESTS}::test_a_job_of_which_nothing_*",),
+    ),
+    Mutant(
+        name="commit: what continues a lost block of its job is found",
+        rules=(),
+        file=STORING,
+        old="""counts as reachable
+                self._attempt("abort", self._space.abort, item.reservation)
+""",
+        new="""counts as reachable
+                pass
+""",
+        tests=(f"{STORING_TESTS}::test_a_block_that_is_lost_*",),
+    ),
+    Mutant(
+        name="commit: what continues an orphan of its job is found",
+        rules=(),
+        file=STORING,
+        old="            if outcomes[place] is not None:  # at once",
+        new="            if outcomes[place] not in (None, DropReason.ORPHAN):  # at once",
+        tests=(f"{STORING_TESTS}::test_a_block_that_is_lost_*",),
+    ),
+    Mutant(
+        name="commit: what continues a block that is nowhere is found",
+        rules=(),
+        file=STORING,
+        old="self._space.digest, self._reachable(item.block.parent))",
+        new="self._space.digest, True)",
+        tests=(f"{STORING_TESTS}::test_a_block_that_is_lost_*",),
+    ),
+    Mutant(
+        name="commit: a void block counts as stored",
+        rules=(),
+        file=STORING,
+        old="outcomes[place] = None if is_stored else DropReason.RESET",
+        new="outcomes[place] = None",
+        tests=(f"{STORING_TESTS}::test_a_block_that_is_lost_*",),
+    ),
+    Mutant(
+        name="commit: what was reused while it was copied is found",
+        rules=(),
+        file="connectors/kvtier_connectors/copies.py",
+        old="        if self.overtaken:\n            return DropReason.OVERTAKEN\n",
+        new="",
+        tests=(f"{STORING_TESTS}::test_a_block_that_is_lost_*",),
+    ),
+    Mutant(
+        name="commit: what could not be committed counts as stored",
+        rules=(),
+        file=STORING,
+        old="[outcome or why_not for outcome in outcomes]",
+        new="list(outcomes)",
+        tests=(f"{STORING_TESTS}::test_a_commit_that_raises_drops_*",),
+    ),
+    Mutant(
+        name="commit: one that raises takes the reasons of what was lost before",
+        rules=(),
+        file=STORING,
+        old="[outcome or why_not for outcome in outcomes]",
+        new="[why_not for _ in outcomes]",
+        tests=(f"{STORING_TESTS}::test_a_commit_that_raises_keeps_*",),
     ),
 ]
