@@ -181,10 +181,10 @@ MUTANTS: list[Mutant] = [
         name="commit: what continues a lost block of its job is found",
         rules=(),
         file=STORING,
-        old="""counts as reachable
+        old="""count as reachable
                 self._attempt("abort", self._space.abort, item.reservation)
 """,
-        new="""counts as reachable
+        new="""count as reachable
                 pass
 """,
         tests=(f"{STORING_TESTS}::test_a_block_that_is_lost_*",),
