@@ -332,4 +332,5 @@ class LowerTier:
         if closing.is_alive():
             logger.warning("the %s tier was not closed within %g s: its device hangs", self.name, timeout)
             return
-        logger.info("%s tier closed: %d blocks are there, %d of them stored by this process", self.name, blocks, stored)
+        there = "" if self.is_remote else f"{blocks} blocks are there, "
+        logger.info("%s tier closed: %s%d were stored by this process", self.name, there, stored)

@@ -120,6 +120,15 @@ class StoreCounters:
                 self.misses[miss] += asked - hit
         return hits
 
+    def add_absent(self, asked: int, absent: int) -> None:
+        """A client was told that so many of these blocks are nowhere here: they are missed. It will come for the
+        others, if there are any, and that is counted then."""
+        if absent:
+            with self.lock:
+                self.lookups += absent == asked
+                self.asked_blocks += absent
+                self.misses[MissReason.ABSENT] += absent
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowerStats:

@@ -16,10 +16,7 @@ from kvtier.stage import ReadBudget, Stage, StageRead, unasked_bytes
 __all__ = ["ReadQueue"]
 
 READ_BYTES = 8 << 20
-"""One job: large enough to keep a device busy, small enough that a prompt's blocks spread over the tier's threads. See
-`Tier.job_bytes`."""
-SHARES = 4
-"""Into which what is left of a prompt is divided, where a tier's jobs may be larger."""
+"""One job: large enough to keep a device busy, small enough that a prompt's blocks spread over the tier's threads."""
 READ_BLOCKS = 512
 """And no more blocks, however small: under one hold of the lock, about a millisecond."""
 
@@ -212,7 +209,6 @@ class ReadQueue:
         self, stage: Stage, busy: AbstractSet[Source], sick: Collection[Source], replaced: list[StageRead]
     ) -> list[StageRead]:
         reads: list[StageRead] = []
-        share = (stage._end - stage._next) * stage._nbytes // SHARES
         while stage._next < stage._end:
             index, source = stage._next, stage._sources[stage._next]
             name = (stage._namespace, stage._digests[index])
@@ -220,8 +216,7 @@ class ReadQueue:
             if under_way is not None and (source is None or not self._is_stuck(under_way, {*sick} - {source})):
                 stage.join(under_way)
             elif source is not None:
-                most = source.tier.job_bytes(READ_BYTES, share)
-                if len(reads) * stage._nbytes >= most or len(reads) == READ_BLOCKS or source in busy:
+                if len(reads) * max(stage._nbytes, READ_BYTES // READ_BLOCKS) >= READ_BYTES or source in busy:
                     break
                 budget = self._budgets.get(source)
                 if (reads and reads[0].source is not source) or budget is None or not budget.can_begin(stage._nbytes):

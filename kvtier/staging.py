@@ -303,8 +303,9 @@ class Stager:
         try:
             self._pump(JOBS_AT_ONCE)  # before it reads, so that the tier's other threads have work at once
             self._filler.fill(reads)
-        except BaseException:
-            logger.exception("reading %d blocks from the %s tier failed", len(reads), reads[0].source.tier.name)
+        except BaseException as error:
+            if not isinstance(error, ClosedError):  # closed, or detached, in the middle of it
+                logger.exception("reading %d blocks from the %s tier failed", len(reads), reads[0].source.tier.name)
             for read in reads:
                 read.failure = MissReason.TIER_ERROR
         self._complete(reads)

@@ -69,6 +69,8 @@ def parse_socket(value: object) -> str:
     if isinstance(value, str) and value and "\0" not in value and not value.isspace():
         if len(os.fsencode(value)) > _MAX_SOCKET_BYTES:
             raise ValueError(f"a socket's path has at most {_MAX_SOCKET_BYTES} bytes; choose a shorter one")
+        if value != "off" and not value.startswith("/"):
+            raise ValueError("name the socket by its whole path, which begins with '/': engines start elsewhere")
         return value
     raise ValueError("write the path of a Unix socket, such as '/run/kvtier/kvtier.sock', or 'off'")
 

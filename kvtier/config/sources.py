@@ -67,7 +67,7 @@ def load_settings_with_sources(
     values: dict[str, _Value] = {}
     file_path = Path(path) if path is not None else _path_from(environment)
     if file_path is not None:
-        values |= _from_file(file_path, "argument path" if path is not None else FILE_VARIABLE)
+        values |= _from_file(file_path, "the configuration file" if path is not None else FILE_VARIABLE)
     values |= _from_environment(environment)
     values |= _from_texts(texts or {})
     values |= _flatten(overrides or {}, "argument {}")

@@ -7,6 +7,7 @@ import os
 import socket
 import stat
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +25,8 @@ from kvtier.server.tenants import read_token
 __all__ = ["CheckReport", "check_settings"]
 
 
+_LISTENS = 1 << 16
+"""Of a socket's flags in /proc/net/unix."""
 _OWN_SECTIONS = ("host", "disk", "redis", "daemon")
 
 
@@ -132,6 +135,8 @@ def _check_socket(settings: Settings, report: CheckReport) -> None:
     named = f"daemon.socket = {daemon.socket!r}"
     if path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
         raise ConfigError(f"{named}: there is a file that is no socket; move it away, or choose another path")
+    if _is_listened_on(path):
+        report.warnings.append(f"{named} is listened on now: if not by the daemon that runs, choose another")
     near = _nearest(path.parent)
     if near not in (path.parent, path.parent.parent):
         raise ConfigError(
@@ -153,6 +158,16 @@ def _check_socket(settings: Settings, report: CheckReport) -> None:
             f"daemon.socket_group = {daemon.socket_group!r} lets its members open the socket, and daemon.credentials "
             "names no other user than this one: add each ('default=uid:1001'), or they are denied"
         )
+
+
+def _is_listened_on(path: Path) -> bool:
+    """As the kernel has it: a socket that a daemon left behind as it was killed is no hindrance."""
+    with suppress(OSError):
+        for line in Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]:
+            fields = line.split(maxsplit=7)
+            if len(fields) == 8 and fields[7] == str(path) and int(fields[3], 16) & _LISTENS:
+                return True
+    return False
 
 
 def _nearest(place: Path) -> Path:

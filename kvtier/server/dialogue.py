@@ -19,7 +19,6 @@ from kvtier.protocol.messages import (
     Failed,
     FailureCode,
     Granted,
-    Held,
     Pong,
     Published,
     PublishOutcome,
@@ -37,6 +36,7 @@ from kvtier.server.requests import (
     RemovalRequest,
     Request,
     ResetRequest,
+    held_answer,
     held_tiers,
 )
 from kvtier.server.slots import Slots
@@ -213,7 +213,7 @@ class Dialogue:
         if 0 in held and any(lower.is_remote and lower.is_available for lower in tenant.store.lower):
             self._begin(LookupRequest(message.id, tenant, message.namespace, digests, self._clock))
         else:
-            self._answer(Held(message.id, held))
+            self._answer(held_answer(message.id, tenant, held))
 
     def _reserve(self, message: messages.Reserve, slots: Slots) -> None:
         given = slots.reserve(

@@ -80,6 +80,12 @@ def held_tiers(tenant: Tenant, namespace: bytes, digests: Sequence[bytes]) -> by
     return bytes(tiers)
 
 
+def held_answer(number: int, tenant: Tenant, tiers: bytes) -> Held:
+    """What is not held is missed: a client asks for no more than it was told is here."""
+    tenant.store.counters.add_absent(len(tiers), tiers.count(0))
+    return Held(number, tiers)
+
+
 class LookupRequest(Request):
     """Which blocks are held, once the remote tiers have said what they know, or took too long to."""
 
@@ -105,7 +111,7 @@ class LookupRequest(Request):
             return None
         if self._questions:
             self._tiers = held_tiers(self._tenant, self._namespace, self._digests)
-        return Answer(Held(self.id, self._tiers))
+        return Answer(held_answer(self.id, self._tenant, self._tiers))
 
     def cancel(self) -> bool:
         self._questions = []

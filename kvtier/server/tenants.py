@@ -145,7 +145,10 @@ def read_token(path: str) -> bytes:
             if os.fstat(file.fileno()).st_mode & 0o077:
                 logger.warning("daemon.credentials: others may use the token's file %s: `chmod 600` it", path)
     except OSError as error:
-        raise ConfigError(f"daemon.credentials: the token's file {path} cannot be read: {error.strerror}") from error
+        raise ConfigError(
+            f"daemon.credentials: the token's file {path} cannot be read: {error.strerror}; name one that the daemon's "
+            "user can read"
+        ) from error
     if not MIN_TOKEN_BYTES <= len(token) <= MAX_TOKEN_BYTES:
         raise ConfigError(
             f"daemon.credentials: a token has {MIN_TOKEN_BYTES} to {MAX_TOKEN_BYTES} characters, that in {path} has "

@@ -123,13 +123,14 @@ class Tier(ABC):
     """Whether the slots of the host pool are its own: then blocks are written and read in place, without a copy."""
 
     job_scale = 1
-    """How many times as much as others' one job of it may move, where much waits: a fast tier's is as soon over."""
+    """How many times as much as others' one call of `write` may be given, where much waits: a fast tier's is as soon
+    over. Never of reads: what is read may lie below a fast tier, in a slow one."""
 
     keeps_history = False
     """Whether it wants to be told of decisions, for people who ask it why a request was not served."""
 
     def job_bytes(self, least: int, share: int) -> int:
-        """What one job may move. least: if it is any other tier's; share: of what waits, a job's part."""
+        """What one job may write. least: if it is any other tier's; share: of what waits, a job's part."""
         return min(max(least, share), self.job_scale * least)
 
     def tell(self, decisions: Sequence[Decision]) -> None:

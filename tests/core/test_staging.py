@@ -771,101 +771,6 @@ def test_a_job_takes_no_more_than_some_blocks_however_small(eight: Harness, monk
     assert eight.tier.batches == [[0, 1], [2]]
 
 
-def read_sizes(tier: LowerTier) -> list[int]:
-    return [len(batch) for batch in tier.batches]
-
-
-@pytest.mark.parametrize(
-    ("scale", "num_blocks", "expected"),
-    [
-        (1, 32, [1] * 32),
-        (16, 32, [8, 6, 5, 4, 3, 2, 1, 1, 1, 1]),
-        (6, 32, [6, 6, 5, 4, 3, 2, 2, 1, 1, 1, 1]),
-        (2, 10, [2, 2, 2, 1, 1, 1, 1]),
-        (16, 4, [1] * 4),
-        (16, 1, [1]),
-    ],
-)
-def test_jobs_of_a_scaled_tier_are_a_share_of_what_is_left_of_the_prompt(
-    scale: int, num_blocks: int, expected: list[int]
-) -> None:
-    """At least as much as another tier's, at most `scale` times that; the last ones are small, and end soon."""
-    harness = Harness(80)
-    harness.tier.job_scale = scale
-    harness.tier.put(*range(num_blocks))
-    stage = harness.begin(*range(num_blocks))
-    assert len(harness.jobs) == len(expected), "taken before any of them ran"
-    harness.run_all()
-    assert read_sizes(harness.tier) == expected
-    assert harness.tier.read_numbers == list(range(num_blocks))
-    assert (stage.done, stage.num_end, stage.miss) == (True, num_blocks, None)
-    harness.close()
-
-
-def test_each_prompts_jobs_are_shares_of_its_own() -> None:
-    harness = Harness(80)
-    harness.tier.job_scale = 100
-    harness.tier.put(*range(32))
-    one, two = harness.begin(*range(24)), harness.begin(*range(24, 32))
-    harness.run_all()
-    assert harness.tier.read_numbers == list(range(32))
-    assert read_sizes(harness.tier) == [6, 5, 4, 3, 2, 1, 1, 1, 1, 2, 2, 1, 1, 1, 1]
-    assert (one.num_end, two.num_end) == (24, 8)
-    harness.close()
-
-
-def test_each_tiers_jobs_are_of_its_own_scale() -> None:
-    harness = Harness(80)
-    harness.tier.job_scale = 4
-    harness.tier.put(*range(5))
-    harness.far.put(*range(5, 20))
-    stage = harness.begin(*range(20))
-    harness.run_all()
-    assert read_sizes(harness.tier) == [4, 1], "up to where the other tier's begin"
-    assert read_sizes(harness.far) == [1] * 15
-    assert stage.num_end == 20
-    harness.close()
-
-
-@pytest.mark.parametrize("scale", [1, 16])
-def test_a_job_of_any_scale_takes_no_more_than_some_blocks(monkeypatch: pytest.MonkeyPatch, scale: int) -> None:
-    monkeypatch.setattr(readqueue_module, "READ_BYTES", 4 * PAGE_BYTES)
-    monkeypatch.setattr(readqueue_module, "READ_BLOCKS", 3)
-    harness = Harness(80)
-    harness.tier.job_scale = scale
-    harness.tier.put(*range(32))
-    harness.begin(*range(32))
-    harness.run_all()
-    assert read_sizes(harness.tier) == [*[3] * 10, 2]
-    harness.close()
-
-
-def test_jobs_of_a_scaled_tier_stay_within_the_bytes_under_way() -> None:
-    harness = Harness(80, max_inflight=5)
-    harness.tier.job_scale = 100
-    harness.tier.put(*range(36))
-    one, two = harness.begin(*range(32)), harness.begin(*range(32, 36))
-    assert (len(harness.jobs), harness.stager.inflight_bytes) == (1, 5 * PAGE_BYTES), "not the eight of its share"
-    while harness.run():
-        assert harness.stager.inflight_bytes <= 5 * PAGE_BYTES
-    assert harness.tier.read_numbers == list(range(36)), "in the order in which the stages began"
-    assert max(read_sizes(harness.tier)) == 5
-    assert (one.num_end, two.num_end) == (32, 4)
-    harness.close()
-
-
-def test_a_stage_that_joins_a_large_job_reads_nothing_twice() -> None:
-    harness = Harness(80)
-    harness.tier.job_scale = 100
-    harness.tier.put(*range(16))
-    one = harness.begin(*range(16))
-    two = harness.begin(*range(8))
-    harness.run_all()
-    assert harness.tier.read_numbers == list(range(16))
-    assert (one.num_end, two.num_end) == (16, 8)
-    harness.close()
-
-
 @pytest.mark.parametrize("last_first", [False, True])
 def test_what_a_stage_waits_for_is_looked_at_once_a_block(monkeypatch: pytest.MonkeyPatch, last_first: bool) -> None:
     """Each look at a set of pending blocks is counted: as many as there are blocks, not their square."""
@@ -1294,14 +1199,11 @@ class Begun:
 class StagingMachine(RuleBasedStateMachine):
     """What is found in host memory has its key's bytes; leases are those of live stages; what began ends."""
 
-    @initialize(
-        pages=st.integers(4, 16), budget=st.integers(0, 4), queued=st.sampled_from([1, 2, 100]), scale=st.integers(1, 3)
-    )
-    def build(self, pages: int, budget: int, queued: int, scale: int) -> None:
+    @initialize(pages=st.integers(4, 16), budget=st.integers(0, 4), queued=st.sampled_from([1, 2, 100]))
+    def build(self, pages: int, budget: int, queued: int) -> None:
         logging.getLogger("kvtier.staging").setLevel(logging.CRITICAL)
-        self.read_bytes, readqueue_module.READ_BYTES = readqueue_module.READ_BYTES, PAGE_BYTES
+        self.read_bytes, readqueue_module.READ_BYTES = readqueue_module.READ_BYTES, 2 * PAGE_BYTES
         self.harness = Harness(pages, budget, queued)
-        self.harness.tier.job_scale = scale
         self.begun: list[Begun] = []
         self.stored = 0
 

@@ -562,6 +562,7 @@ def test_check_shows_settings_and_sizing_and_starts_nothing(directory: Path) -> 
         ({"daemon.sockt": "x"}, ["daemon.sockt", "did you mean daemon.socket?"]),
         ({"disk.path": "/proc/version"}, ["disk.path", "'/proc/version' is no directory"]),
         ({"daemon.socket": "/proc/version"}, ["daemon.socket", "no socket"]),
+        ({"daemon.socket": "run/kv.sock"}, ["daemon.socket", "run/kv.sock", "whole path", "begins with '/'"]),
         ({"daemon.socket": "/nowhere/at/all.sock"}, ["daemon.socket", "there is no directory '/nowhere'"]),
         ({"daemon.socket_group": "no-such-group"}, ["daemon.socket_group = 'no-such-group'", "groupadd no-such-group"]),
     ],
@@ -613,6 +614,24 @@ def test_check_warns_of_places_that_are_taken_or_closed(
     assert "StateDirectory=" in said
     assert f"chmod g+x {directory}" in said
     assert "names no other user than this one" in said
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_check_warns_of_a_socket_that_is_listened_on_and_of_none_left_behind(
+    directory: Path, listens: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = directory / "s"
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        if listens:
+            other.listen()
+        with pytest.raises(SystemExit) as ended:
+            main(["--check", "--json", "--set=host.size=64MiB", f"--socket={path}"])
+    assert ended.value.code == 0
+    warnings = json.loads(capsys.readouterr().out)["warnings"]
+    told = [each for each in warnings if "is listened on now" in each]
+    assert len(told) == listens
+    assert all(f"daemon.socket = '{path}'" in each for each in told)
 
 
 def test_json_without_check_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from kvtier.frame import payload_checksum
 from kvtier.memory import PAGE_BYTES
 from kvtier.opened import OpenedTier, TierLimits
 from kvtier.protocol import messages as m
+from kvtier.reasons import MissReason
 from kvtier.testing import ManualExecutor
 from kvtier.testing.tier import RemoteDictTier
 from kvtier.tiers.base import ReadOutcome, ReadRequest, WriteRequest
@@ -74,7 +75,7 @@ def test_blocks_come_from_disk_with_their_checksums_and_the_answer_when_they_are
     verify_staged(client, staged, [0, 1, 2])
     assert not rig.hub.has_requests
     stats = rig.store.stats()
-    assert (stats.asked_blocks, stats.hit_blocks, dict(stats.hits)) == (4, 3, {"disk": 3})
+    assert (stats.asked_blocks, stats.hit_blocks, dict(stats.hits)) == (5, 3, {"disk": 3}), "one was asked for twice"
     client.release(staged)
 
 
@@ -401,6 +402,22 @@ def test_what_a_prompt_used_is_told_to_lower_tiers(tmp_path: Path) -> None:
     rig.run_jobs()
     assert rig.store.lower[0].stats().blocks == 2
     client.say(m.Bye())
+    rig.close()
+
+
+def test_what_a_lookup_finds_nowhere_is_missed_and_each_prompt_counted_once() -> None:
+    rig = Rig()
+    client = rig.unix()
+    client.store([0, 1])
+    counters = rig.store.counters
+    assert client.lookup([0, 1]) == [1, 1]
+    assert (counters.lookups, counters.asked_blocks) == (0, 0), "whoever was told of blocks comes for them"
+    assert client.lookup([0, 1, 2, 3, 4]) == [1, 1, 0, 0, 0]
+    client.stage([0, 1])
+    assert (counters.lookups, counters.asked_blocks, counters.hit_blocks) == (1, 5, 2)
+    assert client.lookup([7, 8]) == [0, 0]
+    assert (counters.lookups, counters.asked_blocks, counters.hit_blocks) == (2, 7, 2)
+    assert dict(counters.misses) == {MissReason.ABSENT: 5}
     rig.close()
 
 

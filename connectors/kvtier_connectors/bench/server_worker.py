@@ -26,19 +26,19 @@ from kvtier.clock import MonotonicClock
 from kvtier.config import HostSettings, ServerSettings, Settings
 from kvtier.keys import BlockDigest, Key, Namespace, Shard, make_key
 from kvtier.layout import KVLayout
-from kvtier.readqueue import READ_BYTES
 from kvtier.reasons import DropReason
 from kvtier.store import Store
 from kvtier.tiers.base import ReadOutcome, ReadRequest, WriteOutcome, WriteRequest
 from kvtier.tiers.reservation import Reservation
-from kvtier.writebehind import WRITE_BYTES
 from kvtier_connectors.bench.server_plain import PlainStream, serve_echo, serve_sink
 from kvtier_connectors.copies import blocks_per_job
 
 __all__ = ["command_of"]
 
 NAMESPACE = b"kvtier bench".ljust(16, b"\0")
-MOST = 1 << 62
+CALL_BYTES = 128 << 20
+"""What one call moves: as much as one of write-behind does at most over a Unix socket. Its calls over TCP, and those of
+reads, are smaller, and several are under way at once."""
 SLAB = 64 << 20
 HOST_SHARE = 2
 """Of a host pool that is the server's: room for what is stored, and as much again to be filled."""
@@ -73,7 +73,7 @@ class Blocks:
 
 
 class OfServer:
-    """Through the tier, in calls as large as write-behind's largest jobs."""
+    """Through the tier, by one thread, in calls of CALL_BYTES."""
 
     def __init__(self, url: str, token_file: str | None, blocks: Blocks) -> None:
         from kvtier.tiers.server import ServerTier
@@ -83,7 +83,7 @@ class OfServer:
         assert self._tier.wait_mapped(TIMEOUT_S), "the server's memory did not come"
         self._blocks = blocks
         self._keys = blocks.new_keys()
-        self._at_once = max(1, self._tier.job_bytes(WRITE_BYTES, MOST) // blocks.block_bytes)
+        self._at_once = max(1, CALL_BYTES // blocks.block_bytes)
 
     def _starts(self) -> range:
         return range(0, len(self._keys), self._at_once)
@@ -146,8 +146,8 @@ class OfOwn:
 
 class OfPlace:
     """A store whose host pool is the server's memory: reserved, copied and committed as by an engine, until all are
-    published; asked for and staged, which adopts and verifies them, in parts as large as
-    its largest jobs, and copied out."""
+    published; asked for and staged, which adopts and verifies them, in parts of CALL_BYTES,
+    and copied out."""
 
     def __init__(self, url: str, blocks: Blocks) -> None:
         from kvtier.tiers.server import ServerTier
@@ -166,7 +166,7 @@ class OfPlace:
         self._names = self._new_names()
         device = self._tier.device
         assert isinstance(device, ServerTier)
-        self._at_once = max(1, device.job_bytes(READ_BYTES, size // 4) // blocks.block_bytes)
+        self._at_once = max(1, min(CALL_BYTES, size // 4) // blocks.block_bytes)
         assert device.wait_mapped(TIMEOUT_S), "the server's memory did not come"
 
     def _new_names(self) -> list[BlockDigest]:

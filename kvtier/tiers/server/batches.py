@@ -20,7 +20,7 @@ BATCH_BYTES = 32 << 20
 """Of blocks that one message reserves or stages, unless one block is longer: while one batch is copied the server
 prepares the next. A message costs both sides as much as some tens of blocks."""
 MIN_BATCH_BYTES = 4 << 20
-CAPACITY_SHARE = 16
+CAPACITY_SHARE = 32
 """Of the server's memory no batch takes more than this part, unless that is less than MIN_BATCH_BYTES: two of each
 call are under way."""
 

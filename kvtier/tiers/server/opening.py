@@ -182,7 +182,9 @@ class Opener:
             token = Path(self._token_file).read_text(encoding="utf-8").removesuffix("\n")
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-            raise ConfigError(f"server.token_file: {self._token_file} cannot be read: {reason}") from None
+            raise ConfigError(
+                f"server.token_file: {self._token_file} cannot be read: {reason}; name a file that this user can read"
+            ) from None
         if not 0 < len(token) <= MAX_TOKEN_LETTERS:
             raise ConfigError(
                 f"server.token_file: {self._token_file} has {len(token)} letters, where a token has 1 to "

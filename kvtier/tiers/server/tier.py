@@ -39,8 +39,7 @@ __all__ = ["MAX_BLOCK_BYTES", "ServerTier"]
 MAX_BLOCK_BYTES = 1 << 32
 """Of one block, as messages can name it."""
 JOB_SCALE = 16
-TCP_JOB_SCALE = 4
-"""Of jobs over TCP: whose bytes may come at the speed of a slow network."""
+"""Over a Unix socket, where bytes move at the speed of memory: not over a network, which may be slow."""
 RESET_S = 8.0
 """That a reset may take: the server tells each of its own tiers, and a reset that is not known to have been makes this
 one mute."""
@@ -66,7 +65,6 @@ class ServerTier(OwnProcess, Tier):
     _owned = "server tier"
     keeps_history = True
     is_remote = True
-    job_scale = JOB_SCALE
 
     def __init__(self, settings: ServerSettings, clock: Clock, host_bytes: int | None = None) -> None:
         """Try to reach the server once. That it is down or refuses us is logged, and no error: the tier joins it when
@@ -94,8 +92,8 @@ class ServerTier(OwnProcess, Tier):
         addresses = None if host_bytes is None else Addresses()
         self._mappings = Mappings(addresses)
         address = parse_address(settings.url)
-        if not address.is_unix:
-            self.job_scale = TCP_JOB_SCALE
+        if address.is_unix:
+            self.job_scale = JOB_SCALE
         self._wake = Wake()
         try:
             opener = Opener(settings, address, self._mappings, self._wake, clock)
