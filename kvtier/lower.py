@@ -333,4 +333,4 @@ class LowerTier:
             logger.warning("the %s tier was not closed within %g s: its device hangs", self.name, timeout)
             return
         there = "" if self.is_remote else f"{blocks} blocks are there, "
-        logger.info("%s tier closed: %s%d were stored by this process", self.name, there, stored)
+        logger.info("%s tier closed: %s%d blocks were stored by this process", self.name, there, stored)
