@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvtier.keys import BlockDigest
 from kvtier.reasons import DropReason
 from kvtier.tiers.reservation import Reservation
 from kvtier_connectors.contract import CopyFailure
@@ -49,13 +51,13 @@ class Copying:
     is_fenced: bool = False
     """The engine reuses the block, and waits for the copy before it writes it."""
 
-    def why_not_stored(self, namespace: bytes, is_reachable: bool) -> DropReason | None:
+    def why_not_stored(self, namespace: bytes, is_reachable: Callable[[BlockDigest | None], bool]) -> DropReason | None:
         """Now that it was copied. namespace: of today; is_reachable: whether the block before it can be restored."""
         if self.reservation.namespace != namespace:
             return DropReason.RESET
         if self.overtaken:
             return DropReason.OVERTAKEN
-        return None if is_reachable else DropReason.ORPHAN
+        return None if is_reachable(self.block.parent) else DropReason.ORPHAN
 
 
 @dataclass(eq=False, slots=True)

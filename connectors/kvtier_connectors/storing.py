@@ -226,18 +226,22 @@ class StoreFlow:
         verdicts = result.verdicts(len(copying))
         reason = FAILURE_TO_REASON.get(result.failure or CopyFailure.RAISED, DropReason.COPY_FAILED)
         self._release(copying)
-        outcomes: list[DropReason | None] = [None if copied else reason for copied in verdicts]
-        why_not = self._attempt("commit", self._commit, copying, outcomes)
-        if why_not is not None:
-            outcomes = [outcome or why_not for outcome in outcomes]
-        for item, outcome in zip(copying, outcomes, strict=True):
-            if outcome is None:
+        wanted: list[Copying] = []
+        for item, copied in zip(copying, verdicts, strict=True):
+            check = item.why_not_stored
+            why_not = self._attempt("commit", check, self._space.digest, self._reachable) if copied else reason
+            if why_not is None:
+                wanted.append(item)
+            else:  # at once: blocks that continue one on its way count as reachable
+                self._lose(item, why_not)
+        are_stored = self._attempt("commit", self._commit, wanted) if wanted else ()
+        for place, item in enumerate(wanted):
+            if isinstance(are_stored, DropReason) or not are_stored[place]:
+                self._lose(item, are_stored if isinstance(are_stored, DropReason) else DropReason.RESET)
+            else:
                 self.ledger.add_stored(1)
                 if self._flushed is not None:
                     self._flushed.add(item.block.digest)
-            else:
-                self._attempt("abort", self._space.abort, item.reservation)
-                self._drop(item.block, outcome)
 
     def mark_evicted(self, digests: Sequence[BlockDigest]) -> None:
         """The store gave these up; where the GPU pool still holds them they are dirty again.
@@ -355,17 +359,16 @@ class StoreFlow:
             if self._blocks.get(item.block.block_id) == item.block and not self._is_pending(item.block):
                 self._blocks.mark_dirty(item.block.digest)
 
-    def _commit(self, copying: Sequence[Copying], outcomes: list[DropReason | None]) -> None:
-        """Have those found that have no outcome yet, all at once; of the others that becomes the reason."""
-        for place, item in enumerate(copying):
-            if outcomes[place] is None:
-                outcomes[place] = item.why_not_stored(self._space.digest, self._reachable(item.block.parent))
-            if outcomes[place] is not None:  # at once: blocks that continue one on its way count as reachable
-                self._attempt("abort", self._space.abort, item.reservation)
-        wanted = [place for place, outcome in enumerate(outcomes) if outcome is None]
-        are_stored = self._space.commit([copying[place].reservation for place in wanted]) if wanted else []
-        for place, is_stored in zip(wanted, are_stored, strict=True):
-            outcomes[place] = None if is_stored else DropReason.RESET
+    def _commit(self, copied: Sequence[Copying]) -> list[bool]:
+        """Have all of them found at once; False for each that was void by then."""
+        are_stored = self._space.commit([item.reservation for item in copied])
+        if len(are_stored) != len(copied):
+            raise IntegrityError(f"{len(are_stored)} outcomes for {len(copied)} blocks")
+        return are_stored
+
+    def _lose(self, item: Copying, reason: DropReason) -> None:
+        self._attempt("abort", self._space.abort, item.reservation)
+        self._drop(item.block, reason)
 
     def _attempt(self, where: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | DropReason:
         """What the call returns, or TIER_ERROR whatever it raises: then the block is just not stored."""

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.keys import make_key
+from kvtier.keys import BlockDigest, make_key
 from kvtier.leases import Owner
 from kvtier.reasons import DropReason
 from kvtier.store import Space
@@ -684,22 +684,16 @@ FAULTS = [RuntimeError("injected"), KeyError("injected"), asyncio.CancelledError
 
 
 @pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("where", ["before", "reaches"])
 def test_a_commit_that_raises_drops_the_job_and_all_of_it_may_be_stored_again(
-    open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch, where: str, error: BaseException
+    open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     rig, job, blocks = copying(open_rig, {"a": A, "b": B})
-    num_asked = 0
 
     def raising(*_: object) -> bool:
-        nonlocal num_asked
-        num_asked += 1
-        if where == "reaches" and num_asked < 3:
-            return True
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(Space, "commit" if where == "before" else "reaches", raising)
+        patch.setattr(Space, "commit", raising)
         copied(rig, job, [*blocks["a"], *blocks["b"]])
     assert (rig.ledger.stored, rig.dropped) == (0, {DropReason.TIER_ERROR: 7})
     assert rig.held([*rig.digests["a"], *rig.digests["b"]]) == [False] * 7
@@ -709,6 +703,28 @@ def test_a_commit_that_raises_drops_the_job_and_all_of_it_may_be_stored_again(
         again(rig, name)
     assert (rig.ledger.stored, rig.dropped, rig.ledger.pending) == (9, {DropReason.TIER_ERROR: 7}, 0)
     nothing_is_kept(rig)
+
+
+@pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
+def test_a_block_of_which_it_is_not_known_whether_it_can_be_reached_is_dropped(
+    open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    rig, job, blocks = copying(open_rig, {"a": A})
+    reaches, parent = Space.reaches, rig.digests["a"][1]
+
+    def raising(space: Space, digest: BlockDigest) -> bool:
+        if digest == parent:
+            raise error
+        return reaches(space, digest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Space, "reaches", raising)
+        copied(rig, job, blocks["a"])
+    assert rig.held(rig.digests["a"]) == [True, True, False, False]
+    assert (rig.ledger.stored, rig.dropped) == (2, {DropReason.TIER_ERROR: 1, DropReason.ORPHAN: 1})
+    nothing_is_kept(rig)
+    again(rig, "a")
+    rig.verify_stored(rig.digests["a"])
 
 
 def test_a_commit_that_raises_keeps_the_reasons_of_what_was_lost_before(

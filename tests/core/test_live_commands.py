@@ -493,7 +493,9 @@ def test_a_command_that_is_interrupted_ends_its_work_in_the_daemon(
         return 3
 
     monkeypatch.setattr(type(lower), "flush", flush)
-    command = [sys.executable, "-c", "from kvtier.cli import main; main()", "flush"]
+    # As at a terminal: what was started in the background of a script ignores the signal, and so do its children.
+    heeds = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    command = [sys.executable, "-c", f"{heeds}; from kvtier.cli import main; main()", "flush"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         wait_for("its flush", lambda: flushes)
         process.send_signal(2)

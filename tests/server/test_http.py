@@ -508,6 +508,7 @@ def test_health_is_told_while_a_snapshot_takes_its_time(stores: dict[str, Store]
     with contextlib.ExitStack() as stack:
         waiting = [stack.enter_context(contextlib.closing(connect(server, request("/status.json")))) for _ in range(20)]
         assert daemon.is_asked.wait(DEADLINE_S)
+        assert get(server, "/healthz").status == 200, "who came last was heard: so were all before"
         for _ in range(2 * http.MAX_CONNECTIONS):  # a crowd that says nothing costs those nothing who have asked
             stack.enter_context(contextlib.closing(connect(server)))
         assert get(server, "/healthz").status == 200

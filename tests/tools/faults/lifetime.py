@@ -144,8 +144,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="fence: what was reused while it was copied is stored",
         rules=(78,),
-        file=STORING,
-        old="        if item.overtaken:\n",
+        file="connectors/kvtier_connectors/copies.py",
+        old="        if self.overtaken:\n",
         new="        if False:\n",
         tests=(f"{STORING_TESTS}::test_r78_*",),
     ),
