@@ -321,6 +321,7 @@ def test_what_was_decided_is_told_as_of_any_tier(server: ServerProcess, open_eng
     rig.add("limited", prompt(), options=KVOptions(max_restore_tokens=8))
     rig.run()
     rig.flush_gpu()
+    rig.settle()  # what was restored is in host memory until it was given back
     rig.add("longer", prompt(29))
     rig.run()
     told = {name: rig.opened.decisions.find(name)[-1].decision for name in ("limited", "longer")}
