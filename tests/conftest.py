@@ -15,6 +15,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from kvtier.errors import KVTierError
+from kvtier.testing.redis_servers import TlsFiles, make_tls_files
+
 settings.register_profile("default", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("thorough", settings.get_profile("default"), max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
@@ -110,3 +113,12 @@ def no_leaks() -> Iterator[None]:
             pytest.fail(f"left open {LEAK_DEADLINE_S:g} s after the test: {', '.join(sorted(left))}")
         gc.collect()  # a failed assertion's traceback may be all that still holds them
         time.sleep(0.01)
+
+
+@pytest.fixture(scope="session")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
+    """Certificates and keys, by openssl."""
+    try:
+        return make_tls_files(tmp_path_factory.mktemp("tls"))
+    except KVTierError as error:
+        pytest.skip(str(error))

@@ -16,14 +16,13 @@ from pathlib import Path
 import pytest
 
 from kvtier.config import Settings, load_settings
-from kvtier.errors import KVTierError
 from kvtier.frame import payload_checksum
 from kvtier.protocol import messages as m
 from kvtier.protocol.wire import BUFFER_BYTES, pack
 from kvtier.server.daemon import Daemon
 from kvtier.server.serving import LINGER_S, LOW_WATER_BYTES, MIN_PAYLOAD_RATE, Connection
 from kvtier.testing import FakeClock
-from kvtier.testing.redis_servers import TlsFiles, make_tls_files
+from kvtier.testing.redis_servers import TlsFiles
 from tests.server.daemon_rig import BLOCK_BYTES, NAMESPACE, Client, make_blocks, short_directory, wait_for
 
 TOKEN = "a-token-of-some-length"
@@ -41,14 +40,6 @@ def directory() -> Iterator[Path]:
         (path / "token").chmod(0o600)
         yield path
     gc.collect()  # loops that a test ran are collected in it, not in another
-
-
-@pytest.fixture(scope="module")
-def tls(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
-    try:
-        return make_tls_files(tmp_path_factory.mktemp("tls"))
-    except KVTierError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture

@@ -41,14 +41,6 @@ SLACK_BYTES = 24 << 20
 """By which a process may grow that was sent nonsense: buffers of connections that are open at once."""
 
 
-@pytest.fixture(scope="module")
-def tls(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
-    try:
-        return make_tls_files(tmp_path_factory.mktemp("tls"))
-    except KVTierError as error:
-        pytest.skip(str(error))
-
-
 @pytest.fixture
 def directory() -> Iterator[Path]:
     with short_directory() as path:

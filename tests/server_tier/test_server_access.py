@@ -16,8 +16,7 @@ import pytest
 
 from kvtier import __version__
 from kvtier.clock import MonotonicClock
-from kvtier.errors import KVTierError
-from kvtier.testing.redis_servers import TlsFiles, make_tls_files
+from kvtier.testing.redis_servers import TlsFiles
 from kvtier.tiers.base import ReadOutcome, WriteOutcome
 from kvtier.tiers.server import ServerTier
 from tests.server_tier.rig import DaemonAt, daemon_at, get, key_of, opened, put, settings_of
@@ -30,14 +29,6 @@ TIMEOUT_S = 3.0
 def daemon(tmp_path: Path) -> Iterator[DaemonAt]:
     with daemon_at(tmp_path, {"host.size": "4MiB", "host.slab": "1MiB"}) as daemon:
         yield daemon
-
-
-@pytest.fixture(scope="module")
-def tls(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
-    try:
-        return make_tls_files(tmp_path_factory.mktemp("tls"))
-    except KVTierError as error:
-        pytest.skip(str(error))
 
 
 def test_a_tenants_blocks_are_one_whichever_way_they_come(daemon: DaemonAt) -> None:

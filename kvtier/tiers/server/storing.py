@@ -87,13 +87,11 @@ class Storing:
 
     def _sum_up(self, batch: Batch) -> None:
         """Until the answer comes: the server may have slept, and the caches are full of blocks."""
-        if self._connection.welcome.checksums:
-            for position in batch.positions:
-                request = self._requests[position]
-                if request.checksum is None and position not in self._sums:
-                    if self._connection.is_readable:
-                        return
-                    self._sums[position] = checksum(request.buffer)
+        for position in batch.positions:
+            if self._known(position) is None:
+                if self._connection.is_readable:
+                    return
+                self._sums[position] = checksum(self._requests[position].buffer)
 
     def _reserve(self, batch: Batch) -> int:
         requests = [self._requests[i] for i in batch.positions]
