@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvtier import readqueue as readqueue_module
 from kvtier import staging as staging_module
-from kvtier.errors import IntegrityError
+from kvtier.errors import ClosedError, IntegrityError
 from kvtier.executor import Executor, ThreadExecutor
 from kvtier.index import BlockState
 from kvtier.keys import BlockDigest, Key, make_key, split_key
@@ -599,14 +599,18 @@ def test_a_block_that_fails_shortens_the_prefix_and_those_behind_it_are_kept(
 @pytest.mark.bug("CR12")
 @pytest.mark.parametrize(
     "error",
-    [OSError, TimeoutError, MemoryError, KeyError, asyncio.CancelledError, SystemExit],
+    [OSError, TimeoutError, MemoryError, KeyError, asyncio.CancelledError, SystemExit, ClosedError],
 )
-def test_whatever_a_tier_raises_ends_the_read_and_no_more(eight: Harness, error: type[BaseException]) -> None:
+def test_whatever_a_tier_raises_ends_the_read_and_no_more(
+    eight: Harness, error: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
     eight.tier.put(0, 1)
     eight.tier.raises = error
     stage = eight.begin(0, 1)
     eight.run_all()
     assert (stage.poll(), stage.num_end, stage.miss) == (True, 0, MissReason.TIER_ERROR)
+    assert ("blocks from the" in caplog.text) == (error is not ClosedError), "its end, in the middle, is no fault"
+    caplog.clear()
     assert eight.held(0, 1) == [False, False]
     assert eight.pool.usage().num_leases == 0
     eight.tier.raises = None
