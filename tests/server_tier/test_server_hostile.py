@@ -248,8 +248,19 @@ def test_lookups_are_looked_at(server: FakeServer) -> None:
 
 def test_an_answer_that_comes_twice_spoils_no_later_call(server: FakeServer) -> None:
     with opened(server.url) as tier:
-        server.lies[Remove] = lambda m: [Count(m.id, 5), Count(m.id, 7), Count(m.id + 1, 9)]
+        # in one piece: none is still under way when the next call begins
+        server.lies[Remove] = lambda m: [Raw(pack(Count(m.id, 5)) + pack(Count(m.id, 7)) + pack(Count(m.id + 1, 9)))]
         assert tier.remove([key_of("x")]) == 5
+        del server.lies[Remove]
+        assert tier.remove([key_of("x")]) == 0
+        assert put(tier, "a") == [WriteOutcome.STORED]
+
+
+def test_an_answer_that_comes_twice_and_late_is_never_taken_for_another(server: FakeServer) -> None:
+    with opened(server.url) as tier:
+        server.lies[Remove] = lambda m: [Count(m.id - 1, 7), Count(m.id, 9)]  # the former as if it had been under way
+        with pytest.raises(TierError, match="Count to number [0-9]+, which is not open"):
+            tier.remove([key_of("x")])
         del server.lies[Remove]
         assert tier.remove([key_of("x")]) == 0
         assert put(tier, "a") == [WriteOutcome.STORED]
