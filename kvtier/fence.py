@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from kvtier.leases import Lease, Owner
 from kvtier.reasons import DropReason, MissReason
 from kvtier.stage import StageRead
 from kvtier.tiers.host import HostTier
+from kvtier.tiers.reservation import Reservation
 
 __all__ = ["Fence"]
 
@@ -42,25 +43,39 @@ class Fence:
         """Of resets that began or ended."""
         return self._number
 
-    def reserve(self, read: StageRead, lease: Lease | None = None, since: int | None = None) -> MissReason | None:
-        """Set a slot aside. Without one, why; None too when the block came to host memory meanwhile.
+    def reserve(self, reads: Sequence[StageRead], leases: Sequence[Lease] = (), since: int | None = None) -> None:
+        """Set a slot aside for each of these blocks of one stage, in prefix order. Why there is none is the read's
+        failure; it has neither when its block came to host memory meanwhile. Behind a block without a slot none is set
+        aside: it would serve nobody, and cost someone's block.
 
-        lease: of a slot that holds the block already, and the caller's; it is the reservation's, or ends. since: the
+        leases: of slots that hold the blocks already, and the caller's; each is its reservation's, or ends. since: the
         `number` before that was found out.
         """
         number = self._number if since is None else since
         if number % 2 or number != self._number:
-            if lease is not None:
+            for lease in leases:
                 lease.release()
-            return MissReason.RESET
-        tenant = read.waiters[0][0].tenant  # whose stage asked first
-        reserved = self._host.reserve(
-            read.namespace, read.digest, read.parent, read.nbytes, self._owner, tenant=tenant, lease=lease
+            self._void(reads)
+            return
+        first = reads[0]
+        tenant = first.waiters[0][0].tenant  # whose stage asked first
+        blocks = [(read.digest, read.parent) for read in reads]
+        reserved = self._host.reserve_all(
+            first.namespace, blocks, first.nbytes, self._owner, tenant=tenant, leases=leases, is_chain=True
         )
-        if isinstance(reserved, DropReason):
-            return None if reserved is DropReason.ALREADY_STORED else MissReason.HOST_FULL
-        if number != self._number:  # a reset began since, and may have passed here before the slot was taken
-            self._host.abort(reserved)
-            return MissReason.RESET
-        read.reservation = reserved
-        return None
+        if number != self._number:  # a reset began since, and may have passed here before the slots were taken
+            for outcome in reserved:
+                if isinstance(outcome, Reservation):
+                    self._host.abort(outcome)
+            self._void(reads)
+            return
+        for read, outcome in zip(reads, reserved, strict=True):
+            if isinstance(outcome, Reservation):
+                read.reservation = outcome
+            elif outcome is not DropReason.ALREADY_STORED:
+                read.failure = MissReason.HOST_FULL
+
+    @staticmethod
+    def _void(reads: Sequence[StageRead]) -> None:
+        for read in reads:
+            read.failure = MissReason.RESET

@@ -1,19 +1,25 @@
-"""Blocks of lower tiers on their way into slots of host memory, one batch at a time."""
+"""Blocks of lower tiers on their way into slots of host memory, one batch at a time, until they are findable there."""
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
+from kvtier.errors import ClosedError
 from kvtier.fence import Fence
 from kvtier.keys import make_key
-from kvtier.leases import Owner
+from kvtier.leases import Lease, Owner
 from kvtier.reasons import MissReason
 from kvtier.stage import StageRead
 from kvtier.tiers.base import Adoption, ReadRequest
 from kvtier.tiers.host import HostTier
+from kvtier.tiers.reservation import Reservation
 
 __all__ = ["Filler"]
+
+logger = logging.getLogger("kvtier.staging")
 
 NO_BYTES = memoryview(b"")
 
@@ -45,10 +51,11 @@ class Filler:
             self._copy(reads)
 
     def _copy(self, reads: Sequence[StageRead]) -> None:
-        failure: MissReason | None = None
-        for read in reads:
-            # Behind a block without a slot, a slot would serve nobody and cost someone's block.
-            failure = read.failure = failure or (MissReason.TIER_DOWN if read.is_replaced else self.fence.reserve(read))
+        num_wanted = next((i for i, read in enumerate(reads) if read.is_replaced), len(reads))
+        for read in reads[num_wanted:]:
+            read.failure = MissReason.TIER_DOWN
+        if num_wanted:
+            self.fence.reserve(reads[:num_wanted])
         filled = [(read, read.reservation) for read in reads if read.reservation is not None]
         if not filled:
             return
@@ -78,15 +85,58 @@ class Filler:
             outcomes = reads[0].source.tier.read(
                 [ReadRequest(make_key(read.namespace, read.digest), NO_BYTES, adoption) for read, adoption in wanted]
             )
+            adopted: list[StageRead] = []
+            leases: list[Lease] = []
             for (read, adoption), outcome in zip(wanted, outcomes, strict=True):
                 read.note_outcome(outcome)
                 if read.failure is None and adoption.lease is not None:
-                    lease, adoption.lease = adoption.lease, None
-                    read.failure = self.fence.reserve(read, lease, number)
+                    adopted.append(read)
+                    leases.append(adoption.lease)
+                    adoption.lease = None
+            if adopted:
+                self.fence.reserve(adopted, leases, number)
         finally:
             for _, adoption in wanted:  # a slot whose block is not well, or of which something failed since
                 if adoption.lease is not None:
                     adoption.lease.release()
+
+    def commit(self, reads: Sequence[StageRead], waiting: Callable[[StageRead], Iterable[Owner]]) -> None:
+        """Make the blocks of these reads from one tier findable, prefix first, each leased by those who wait for it; or
+        give their slots back, and then the read has a failure. Its guard is the caller's to release.
+
+        waiting: who waits for the block and was not told yet."""
+        filled = [(read, read.reservation) for read in reads if read.reservation is not None]
+        well = [(read, reservation) for read, reservation in filled if read.failure is None]
+        try:
+            if well:
+                self._commit(well, waiting)
+        except BaseException:  # else their stages would wait for them until their time is over
+            logger.exception("%d staged blocks could not be committed", len(well))
+            for read, _ in well:
+                read.failure = MissReason.TIER_ERROR
+        for read, reservation in filled:
+            if read.failure is not None:
+                self._host.abort(reservation)
+
+    def _commit(
+        self,
+        well: Sequence[tuple[StageRead, Reservation]],
+        waiting: Callable[[StageRead], Iterable[Owner]],
+    ) -> None:
+        reservations = [reservation for _, reservation in well]
+        guards = self._host.share(reservations, self._owner)
+        awaited: dict[Owner, list[Reservation]] = {}
+        for (read, reservation), guard in zip(well, guards, strict=True):
+            read.guard = guard
+            for owner in waiting(read):
+                awaited.setdefault(owner, []).append(reservation)
+        for owner, theirs in awaited.items():
+            with suppress(ClosedError):  # the stage was closed since
+                self._host.share(theirs, owner)
+        outcomes = self._host.commit(reservations, came_from=well[0][0].source.tier.name)
+        for (read, _), is_stored in zip(well, outcomes, strict=True):
+            if not is_stored:
+                read.failure = MissReason.RESET
 
     def _count(self, number: int) -> None:
         with self._lock:

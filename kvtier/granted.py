@@ -43,7 +43,7 @@ class GrantedPool(SlotPool):
         self._slot_of: dict[int, int] = {}  # by handle, of all that are not lost
         self._era: int | None = None
         self._lost_era: int | None = None
-        self._returned: list[int] = []
+        self._returned: dict[int, None] = {}  # handles
         self._idle: dict[int, None] = {}
         self._pages = PageMap()
         self._granted_bytes = 0
@@ -63,12 +63,6 @@ class GrantedPool(SlotPool):
     def is_empty(self) -> bool:
         """Whether there is no slot, lost ones included: nobody uses the mapping."""
         return not self._granted_bytes
-
-    @property
-    def num_lost(self) -> int:
-        """Slots of connections that are no more, which somebody uses still."""
-        with self._lock:
-            return sum(each.num_slots for each in self._classes) - len(self._slot_of)
 
     def lost_eras(self) -> set[int]:
         """Which connections these slots are of. O(slots)."""
@@ -128,26 +122,27 @@ class GrantedPool(SlotPool):
             self._free.setdefault(slot_bytes, []).extend(reversed(slots))
         return [handle for handle, _ in grants[num_fitting:]]
 
-    def adopt(
-        self,
-        slot_bytes: int,
-        handle: int,
-        offset: int,
-        owner: Owner,
-        era: int,
-        on_end: Callable[[], None] | None = None,
-    ) -> Lease | None:
-        """The server leased us a block: its slot, SHARED and leased to `owner`, not resident until `set_resident`.
-        None, and nothing changed, when there is no room or the era is lost. Raises as `add` does."""
+    def adopt_all(self, slot_bytes: int, grants: Sequence[tuple[int, int, Owner]], era: int) -> list[Lease | None]:
+        """The server leased us blocks, given by handle and offset: their slots, SHARED and each leased to its owner,
+        not resident until `set_resident`. None, and nothing changed, for one for which there is no room, whose era is
+        lost, or that `add` would not take: it may lie in a slot that is used here still for a block of before.
+
+        Raises IntegrityError where slots of another era are here, ClosedError where an owner has ended."""
         limit = self._memory.buffer.nbytes
+        leases: list[Lease | None] = []
         with self._lock:
-            self._check_open(owner)
-            if not self._begin(era) or self._granted_bytes + slot_bytes > self._max_bytes:
-                return None
-            self._check_new(slot_bytes, [(handle, offset)], limit)
-            slot = self._put(slot_bytes, handle, offset, SHARED)
-            self._groups[self._group_of[slot]].num_used += 1
-            return self._lease(slot, owner, on_end)
+            for owner in {owner for _, _, owner in grants}:
+                self._check_open(owner)
+            is_lost = not self._begin(era)
+            for handle, offset, owner in grants:
+                has_room = self._granted_bytes + slot_bytes <= self._max_bytes
+                if is_lost or not has_room or self._flaw(slot_bytes, handle, offset, limit) is not None:
+                    leases.append(None)
+                    continue
+                slot = self._put(slot_bytes, handle, offset, SHARED)
+                self._groups[self._group_of[slot]].num_used += 1
+                leases.append(self._lease(slot, owner, None))
+        return leases
 
     def mark(self, slots: Iterable[int], kind: SlotKind) -> None:
         """These used slots were published, and are SHARED or SPARE from now on; those lost meanwhile stay lost."""
@@ -197,8 +192,8 @@ class GrantedPool(SlotPool):
         with self._lock:
             if era != self._era:
                 return []
-            returned, self._returned = self._returned, []
-            return returned
+            returned, self._returned = self._returned, {}
+            return list(returned)
 
     def take_surplus(self, slot_bytes: int, number: int) -> list[int]:
         """Handles of free slots, at most `number`, which are gone from here: the server is to have them back."""
@@ -308,7 +303,7 @@ class GrantedPool(SlotPool):
             self._free[group.slot_bytes].append(slot)
             return
         if kind == SHARED:
-            self._returned.append(self._handles[slot])
+            self._returned[self._handles[slot]] = None
         self._drop(slot)
         if kind == SHARED or not self._granted_bytes:
             self._has_work = True
@@ -334,17 +329,24 @@ class GrantedPool(SlotPool):
         return True
 
     def _check_new(self, slot_bytes: int, grants: Sequence[tuple[int, int]], limit: int) -> None:
-        handles = {handle for handle, _ in grants}
-        if len(handles) < len(grants) or not all(map(handles.isdisjoint, (self._slot_of, self._returned))):
+        flaws = (self._flaw(slot_bytes, handle, offset, limit) for handle, offset in grants)
+        if (flaw := next(filter(None, flaws), None)) is not None:
+            raise IntegrityError(f"host pool: {flaw}")
+        if len({handle for handle, _ in grants}) < len(grants):
             raise IntegrityError("host pool: a handle was given to two slots")
         offsets = sorted(offset for _, offset in grants)
-        for offset in offsets:
-            if offset % PAGE_BYTES or slot_bytes % PAGE_BYTES or not 0 <= offset <= limit - slot_bytes:
-                raise IntegrityError(f"host pool: {slot_bytes} bytes at {offset} are no slot of {limit} bytes")
-            if not self._pages.are_free(offset, slot_bytes):
-                raise IntegrityError(f"host pool: {slot_bytes} bytes at {offset} overlap a slot that is in use")
         if any(after - offset < slot_bytes for offset, after in pairwise(offsets)):
             raise IntegrityError("host pool: two slots of one grant overlap")
+
+    def _flaw(self, slot_bytes: int, handle: int, offset: int, limit: int) -> str | None:
+        """Why it can be no new slot, however many there are: thousands are looked at one by one."""
+        if handle in self._slot_of or handle in self._returned:
+            return "a handle was given to two slots"
+        if offset % PAGE_BYTES or slot_bytes % PAGE_BYTES or not 0 <= offset <= limit - slot_bytes:
+            return f"{slot_bytes} bytes at {offset} are no slot of {limit} bytes"
+        if not self._pages.are_free(offset, slot_bytes):
+            return f"{slot_bytes} bytes at {offset} overlap a slot that is in use"
+        return None
 
     def _put(self, slot_bytes: int, handle: int, offset: int, kind: SlotKind) -> int:
         number = self._class_id(slot_bytes)
@@ -392,8 +394,7 @@ class GrantedPool(SlotPool):
                 self._kinds[slot] == PRIVATE for free in self._free.values() for slot in free
             ),
             "handles name the slots that are not lost": owned == self._slot_of,
-            "handles to return are of no slot": self._slot_of.keys().isdisjoint(self._returned)
-            and len(set(self._returned)) == len(self._returned),
+            "handles to return are of no slot": self._slot_of.keys().isdisjoint(self._returned),
             "slots and handles are of an era": self._era is not None or not (self._slot_of or self._returned),
             "nobody is told of no work": self._has_work or not self._is_told,
         }

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import cache, partial
+from itertools import groupby
 
 from kvtier.clock import Clock
 from kvtier.errors import ClosedError
@@ -29,6 +29,8 @@ logger = logging.getLogger("kvtier.staging")
 
 JOBS_AT_ONCE = 2
 """Jobs that a call of the engine's thread begins: enough for the device; their threads begin the rest."""
+COMMIT_BLOCKS = 512
+"""Committed at once: under one hold of host memory's lock, a millisecond or two."""
 
 
 class Stager:
@@ -314,39 +316,29 @@ class Stager:
     def _complete(self, reads: Sequence[StageRead]) -> None:
         """Reads ended: commit what came, prefix first, and tell the stages. A block whose parent is still being read
         waits for it, so that host memory knows the chain."""
-        ready: deque[StageRead] = deque()
+        ready: list[StageRead] = []
         with self._lock:
             for read in reads:
                 parent = self._queue.end(read)
                 (parent.after if parent is not None else ready).append(read)
         ended = False
         while ready:
-            read = ready.popleft()
-            try:
-                self._commit(read)
-            except BaseException:  # else its stages would wait for it until their time is over
-                logger.exception("a staged block could not be committed")
-                read.failure = MissReason.TIER_ERROR
-            ended |= self._end_read(read)
-            ready.extend(read.after)
+            with self._lock:
+                for read in ready:  # which grows
+                    ready.extend(read.after)
+                    read.after = []
+            # What failed ends before what is behind it is committed: a stage leases nothing behind a gap.
+            for _, group in groupby(ready, lambda read: (read.source, read.failure is None)):
+                alike = list(group)
+                for start in range(0, len(alike), COMMIT_BLOCKS):
+                    batch = alike[start : start + COMMIT_BLOCKS]
+                    self._filler.commit(batch, self._unleased)
+                    for read in batch:
+                        ended |= self._end_read(read)
+                    self._pool.release_all([read.guard for read in batch if read.guard is not None])
+            ready = [late for read in ready for late in read.after]  # they ended since
         if ended:
             self._tell_listeners()
-
-    def _commit(self, read: StageRead) -> None:
-        """Make the block findable, leased by each stage that waits for it; or give its slot back."""
-        reservation = read.reservation
-        if reservation is None:
-            return
-        try:
-            if read.failure is None:
-                read.guard = self._host.share(reservation, self._owner)
-                for owner in self._unleased(read):
-                    with suppress(ClosedError):  # the stage was closed since
-                        self._host.share(reservation, owner)
-                if not self._host.commit([reservation], came_from=read.source.tier.name)[0]:
-                    read.failure = MissReason.RESET
-        finally:
-            self._host.abort(reservation)  # harmless after the commit
 
     def _unleased(self, read: StageRead) -> list[Owner]:
         """The owners of the stages that have come to wait for the block since it was last asked."""
@@ -364,8 +356,6 @@ class Stager:
                     leases = self._host.lease_run(read.namespace, [read.digest], owner)
                     if not leases and self._host.state(read.namespace, read.digest) is None:
                         read.failure = MissReason.EVICTED
-        if read.guard is not None:
-            read.guard.release()
         return ended
 
     def _try_end(self, read: StageRead) -> bool | None:

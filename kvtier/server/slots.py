@@ -212,7 +212,7 @@ class Slots:
         return num_void
 
     def _without_key(self, filled: _Filled) -> _Filled:
-        guard = self._host.share(filled.reservation, self._owner)
+        (guard,) = self._host.share([filled.reservation], self._owner)
         if guard is not None:  # else a reset was first: the reservation keeps the slot itself
             self._host.abort(filled.reservation)
         return filled._replace(guard=guard)

@@ -89,7 +89,6 @@ class HostTier(Named, Tier):
         *,
         tenant: str = "",
         ttl_s: float | None = None,
-        lease: Lease | None = None,
     ) -> Reservation | DropReason:
         """Set a slot aside for a block of this tenant's, worth keeping for `ttl_s`, evicting others to make room.
 
@@ -97,23 +96,17 @@ class HostTier(Named, Tier):
         until the reservation ends, so that a long chain never eats its own prefix. On a DropReason nothing changed for
         this block, though others may have been evicted. Raises LayoutError for a block that fits no slab, ClosedError
         for an owner that has ended, ConfigError for a digest of another length than the scheme's.
-
-        lease: of a slot that holds the block already, in place of a free one: it is the reservation's, or ends.
         """
+        self.check_process()
+        make_key(namespace, digest)
+        self._pool.slot_bytes(nbytes)
         evicted: list[Eviction] = []
-        reserved: Reservation | DropReason | None = None
         try:
-            self.check_process()
-            make_key(namespace, digest)
-            self._pool.slot_bytes(nbytes)
             with self._lock:
                 made = Reservation(namespace, digest, parent, nbytes)
-                reserved = self._reserve_one(made, owner, tenant, ttl_s, evicted, lease)
+                return self._reserve_one(made, owner, tenant, ttl_s, evicted)
         finally:
-            if lease is not None and not isinstance(reserved, Reservation):
-                lease.release()
             self._tell_evicted(evicted)
-        return reserved
 
     def reserve_all(
         self,
@@ -124,22 +117,35 @@ class HostTier(Named, Tier):
         *,
         tenant: str = "",
         ttl_s: float | None = None,
+        leases: Sequence[Lease] = (),
+        is_chain: bool = False,
     ) -> list[Reservation | DropReason]:
-        """As `reserve`, of each of these blocks and its parent, in their order. What it raises, before any is."""
-        self.check_process()
-        for digest, _ in blocks:
-            make_key(namespace, digest)
-        self._pool.slot_bytes(nbytes)
+        """As `reserve`, of each of these blocks and its parent, in their order. What it raises, before any is.
+
+        leases: of slots that hold the blocks already, in place of free ones: each is its reservation's, or ends.
+        is_chain: behind a block that finds no slot none is looked for, and nothing evicted.
+        """
         outcomes: list[Reservation | DropReason] = []
         evicted: list[Eviction] = []
         try:
+            self.check_process()
+            for digest, _ in blocks:
+                make_key(namespace, digest)
+            self._pool.slot_bytes(nbytes)
             with self._lock:
-                if not (self._closed or self._order.has_quotas):
+                if not (self._closed or self._order.has_quotas or leases):
                     self._reserve_free(namespace, blocks, nbytes, owner, ttl_s, outcomes)
+                given = iter(leases)
                 for digest, parent in blocks[len(outcomes) :]:
-                    reservation = Reservation(namespace, digest, parent, nbytes)
-                    outcomes.append(self._reserve_one(reservation, owner, tenant, ttl_s, evicted))
+                    made = Reservation(namespace, digest, parent, nbytes)
+                    outcome = self._reserve_one(made, owner, tenant, ttl_s, evicted, next(given, None))
+                    outcomes.append(outcome)
+                    if is_chain and isinstance(outcome, DropReason) and outcome is not DropReason.ALREADY_STORED:
+                        outcomes.extend([outcome] * (len(blocks) - len(outcomes)))
+                        break
         finally:
+            kept = {outcome.lease for outcome in outcomes if isinstance(outcome, Reservation)} if leases else ()
+            self._pool.release_all([lease for lease in leases if lease not in kept])
             self._tell_evicted(evicted)
         return outcomes
 
@@ -187,12 +193,12 @@ class HostTier(Named, Tier):
                         gone.append(Eviction(space, digest))
         self._tell_evicted(gone)
 
-    def share(self, reservation: Reservation, owner: Owner) -> Lease | None:
-        """One more lease on a slot that is being filled, for whoever waits for the block; None when it is void."""
+    def share(self, reservations: Sequence[Reservation], owner: Owner) -> list[Lease | None]:
+        """One more lease on each slot that is being filled, for whoever waits for the block; None where it is void."""
         with self._lock:
-            if reservation._phase is not FILLING:
-                return None
-            return self._pool.lease(reservation.lease.slot, owner)
+            filling = [each._phase is FILLING for each in reservations]
+            leases = iter(self._pool.lease_all([each.lease.slot for each in compress(reservations, filling)], owner))
+        return [next(leases) if each else None for each in filling]
 
     def abort(self, reservation: Reservation) -> None:
         """Give the slot back; the block was never findable. Idempotent, and harmless after a commit."""

@@ -51,7 +51,7 @@ class Rig:
         assert self.pool.add(PAGE_BYTES, grants, era) == []
 
     def adopt(self, page: int, era: int = 1) -> Lease:
-        lease = self.pool.adopt(PAGE_BYTES, page + 100, page * PAGE_BYTES, self.owner, era)
+        (lease,) = self.pool.adopt_all(PAGE_BYTES, [(page + 100, page * PAGE_BYTES, self.owner)], era)
         assert lease is not None
         return lease
 
@@ -141,7 +141,7 @@ def test_grants_beyond_the_pools_size_are_handed_back(rig: Rig) -> None:
     rig.add(*range(6))
     assert rig.pool.add(PAGE_BYTES, [(page + 100, page * PAGE_BYTES) for page in range(6, 10)], 1) == [108, 109]
     assert rig.pool.add(PAGE_BYTES, [(110, 10 * PAGE_BYTES)], 1) == [110]
-    assert rig.pool.adopt(PAGE_BYTES, 110, 10 * PAGE_BYTES, rig.owner, 1) is None
+    assert rig.pool.adopt_all(PAGE_BYTES, [(110, 10 * PAGE_BYTES, rig.owner)], 1) == [None]
     assert rig.pool.take_surplus(PAGE_BYTES, 1) == [105]
     assert rig.adopt(10).offset == 10 * PAGE_BYTES
     assert rig.pool.granted_bytes == rig.pool.nbytes
@@ -166,8 +166,7 @@ def test_a_grant_that_cannot_be_is_an_error_and_changes_nothing(
     with pytest.raises(IntegrityError, match=said):
         rig.pool.add(2 * PAGE_BYTES, grants, 1)
     if len(grants) == 1:
-        with pytest.raises(IntegrityError, match=said):
-            rig.pool.adopt(2 * PAGE_BYTES, *grants[0], rig.owner, 1)
+        assert rig.pool.adopt_all(2 * PAGE_BYTES, [(*grants[0], rig.owner)], 1) == [None]
     assert rig.pool.granted_bytes == PAGE_BYTES
     rig.pool.check_integrity()
 
@@ -214,6 +213,37 @@ def test_an_adopted_block_that_no_index_names_is_returned_with_its_lease(rig: Ri
         rig.pool.set_resident(lease.slot)
 
 
+def test_what_is_adopted_is_looked_for_among_slots_and_not_in_each_of_them(rig: Rig) -> None:
+    """As any slot that comes: the cost of one does not grow with how many there are."""
+
+    class Handles(dict):  # type: ignore[type-arg]
+        def __iter__(self) -> Iterator[int]:
+            raise AssertionError("all handles were gone through")
+
+    rig.add(0, 1)
+    rig.adopt(2).release()
+    rig.pool._slot_of, rig.pool._returned = Handles(rig.pool._slot_of), Handles(rig.pool._returned)
+    rig.add(3)
+    lease = rig.adopt(4)
+    assert rig.pool.adopt_all(PAGE_BYTES, [(104, 5 * PAGE_BYTES, rig.owner)], 1) == [None]
+    assert rig.pool.adopt_all(PAGE_BYTES, [(102, 5 * PAGE_BYTES, rig.owner)], 1) == [None]
+    lease.release()
+    rig.pool._slot_of, rig.pool._returned = dict(rig.pool._slot_of.items()), dict(rig.pool._returned.items())
+    assert rig.pool.take_returned(1) == [102, 104]
+
+
+def test_blocks_are_adopted_each_by_its_owner_and_those_that_cannot_be_spoil_no_other(rig: Rig) -> None:
+    other = rig.pool.owner("another")
+    rig.add(0)
+    grants = [(1, PAGE_BYTES, rig.owner), (1, 2 * PAGE_BYTES, other), (2, PAGE_BYTES, other), (3, 0, other)]
+    leases = rig.pool.adopt_all(PAGE_BYTES, [*grants, (4, 3 * PAGE_BYTES, other)], 1)
+    assert [None if lease is None else lease.offset // PAGE_BYTES for lease in leases] == [1, None, None, None, 3]
+    assert (rig.owner.num_leases, other.num_leases) == (1, 1)
+    rig.pool.check_integrity()
+    other.close()
+    assert rig.pool.take_returned(1) == [4]
+
+
 def test_a_handle_to_return_is_in_use_until_it_is_taken(rig: Rig) -> None:
     rig.adopt(5).release()
     with pytest.raises(IntegrityError, match="handle"):
@@ -231,11 +261,13 @@ def test_the_end_of_an_adopted_lease_is_told_to_whoever_asks(rig: Rig) -> None:
     lease.release()
     assert ended == ["ended"]
     assert not rig.pool.on_end(lease, lambda: ended.append("late"))
-    assert rig.pool.adopt(PAGE_BYTES, 1, 0, rig.owner, 1, lambda: ended.append("adopted")) is not None
+    assert rig.pool.on_end(rig.adopt(6), lambda: ended.append("adopted"))
     rig.owner.close()
     assert ended == ["ended", "adopted"]
+    other = rig.pool.owner("another")
     with pytest.raises(ClosedError):
-        rig.pool.adopt(PAGE_BYTES, 2, PAGE_BYTES, rig.owner, 1)
+        rig.pool.adopt_all(PAGE_BYTES, [(1, 0, other), (2, PAGE_BYTES, rig.owner)], 1)
+    assert other.num_leases == 0
 
 
 def test_a_published_slot_is_idle_once_nobody_leases_it_and_goes_when_it_is_forgotten(rig: Rig) -> None:
@@ -335,7 +367,7 @@ def test_what_comes_late_from_a_lost_connection_is_not_taken(rig: Rig) -> None:
     rig.pool.disown()
     rig.pool.disown()
     assert rig.pool.add(PAGE_BYTES, [(5, 0)], 1) == []
-    assert rig.pool.adopt(PAGE_BYTES, 5, 0, rig.owner, 1) is None
+    assert rig.pool.adopt_all(PAGE_BYTES, [(5, 0, rig.owner), (6, PAGE_BYTES, rig.owner)], 1) == [None, None]
     assert rig.pool.is_empty
     rig.add(0, era=2)
     with pytest.raises(IntegrityError, match="connection 3"):
@@ -358,7 +390,7 @@ def test_a_closed_pool_refuses(rig: Rig) -> None:
     with pytest.raises(ClosedError, match="host pool is closed"):
         rig.pool.allocate(1, rig.owner)
     with pytest.raises(ClosedError, match="host pool is closed"):
-        rig.pool.adopt(PAGE_BYTES, 5, PAGE_BYTES, rig.owner, 1)
+        rig.pool.adopt_all(PAGE_BYTES, [(5, PAGE_BYTES, rig.owner)], 1)
 
 
 # ---- work for the keeper ---------------------------------------------------------------------------------------------
@@ -450,8 +482,9 @@ def test_the_keeper_is_woken_though_the_end_of_a_lease_fails(rig: Rig) -> None:
         lambda lease: lease._owner.close(),
     ]
     for end in ends:
-        lease = rig.pool.adopt(PAGE_BYTES, 1, 0, rig.pool.owner("fails"), 1, fail)
+        (lease,) = rig.pool.adopt_all(PAGE_BYTES, [(1, 0, rig.pool.owner("fails"))], 1)
         assert lease is not None
+        assert rig.pool.on_end(lease, fail)
         with pytest.raises(ValueError, match="no"):
             end(lease)
         assert rig.works()
@@ -518,22 +551,25 @@ class GrantedMachine(RuleBasedStateMachine):
         for handle, offset in fitting:
             self.slots[offset] = ModelSlot(handle, offset, nbytes, PRIVATE)
 
-    @rule(pages=st.integers(1, 2), place=st.integers(0, 15), who=st.integers(0, 1))
-    def adopt(self, pages: int, place: int, who: int) -> None:
+    @rule(
+        pages=st.integers(1, 2),
+        places=st.lists(st.tuples(st.integers(0, 15), st.integers(0, 1)), min_size=1, max_size=4),
+    )
+    def adopt(self, pages: int, places: list[tuple[int, int]]) -> None:
         self.is_begun = True
-        nbytes, offset = pages * PAGE_BYTES, place * PAGE_BYTES
-        handle, self.next_handle = self.next_handle, self.next_handle + 1
-        owner = self.owners[who]
-        if self.room() >= nbytes and not self.are_good([(handle, offset)], nbytes):
-            with pytest.raises(IntegrityError):
-                self.pool.adopt(nbytes, handle, offset, owner, self.era)
-            return
-        lease = self.pool.adopt(nbytes, handle, offset, owner, self.era)
-        assert (lease is None) == (self.room() < nbytes)
-        if lease is not None:
-            assert (lease.offset, lease.nbytes) == (offset, nbytes)
-            self.slots[offset] = ModelSlot(handle, offset, nbytes, SHARED)
-            self.note_lease(lease, owner)
+        nbytes = pages * PAGE_BYTES
+        grants = []
+        for place, who in places:
+            grants.append((self.next_handle, place * PAGE_BYTES, self.owners[who]))
+            self.next_handle += 1
+        leases = self.pool.adopt_all(nbytes, grants, self.era)
+        for (handle, offset, owner), lease in zip(grants, leases, strict=True):
+            can_be = self.room() >= nbytes and self.are_good([(handle, offset)], nbytes)
+            assert (lease is not None) == can_be
+            if lease is not None:
+                assert (lease.offset, lease.nbytes) == (offset, nbytes)
+                self.slots[offset] = ModelSlot(handle, offset, nbytes, SHARED)
+                self.note_lease(lease, owner)
 
     @precondition(lambda self: any(slot.kind != LOST for slot in self.slots.values()))
     @rule(data=st.data())

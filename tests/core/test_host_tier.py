@@ -397,7 +397,7 @@ def test_a_parent_of_another_size_is_no_parent_in_the_order() -> None:
 def test_a_slot_that_is_being_filled_may_be_leased_for_those_who_wait_for_it(four: Harness) -> None:
     waiting = four.pool.owner("waiting")
     reservation = four.reserve(1)
-    lease = four.tier.share(reservation, waiting)
+    (lease,) = four.tier.share([reservation], waiting)
     assert lease is not None
     assert lease.slot == reservation.lease.slot
     reservation.lease.view[:] = content(1)
@@ -405,7 +405,7 @@ def test_a_slot_that_is_being_filled_may_be_leased_for_those_who_wait_for_it(fou
     for number in range(10, 14):
         four.try_reserve(number)
     assert (four.held(1), lease.view == content(1)) == ([True], True)
-    assert four.tier.share(reservation, waiting) is None, "committed: it is leased like any other"
+    assert four.tier.share([reservation], waiting) == [None], "committed: it is leased like any other"
     waiting.close()
     assert isinstance(four.try_reserve(14), Reservation)
     assert four.held(1) == [False]
@@ -415,7 +415,7 @@ def test_a_slot_that_is_being_filled_may_be_leased_for_those_who_wait_for_it(fou
 def test_a_void_reservation_is_shared_with_nobody_and_those_who_share_keep_their_bytes(four: Harness, how: str) -> None:
     filling, waiting = four.pool.owner("filling"), four.pool.owner("waiting")
     reservation = four.reserve(1, owner=filling)
-    early = four.tier.share(reservation, waiting)
+    (early,) = four.tier.share([reservation], waiting)
     assert early is not None
     early.view[:] = content(1)
     if how == "abort":
@@ -424,14 +424,14 @@ def test_a_void_reservation_is_shared_with_nobody_and_those_who_share_keep_their
         four.tier.reset(SPACE)
     else:
         filling.close()
-    assert four.tier.share(reservation, waiting) is None
+    assert four.tier.share([reservation], waiting) == [None]
     four.tier.abort(reservation)
     four.tier.check_integrity()
     assert [isinstance(four.try_reserve(number), Reservation) for number in range(10, 14)] == [True] * 3 + [False]
     assert early.view == content(1)
     waiting.close()
     with pytest.raises(ClosedError, match="'waiting'"):
-        four.tier.share(four.reserve(20), waiting)
+        four.tier.share([four.reserve(20)], waiting)
 
 
 def test_blocks_are_leased_one_by_one_wherever_they_are(four: Harness) -> None:
@@ -1226,8 +1226,10 @@ wanted = st.builds(
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.lists(wanted, max_size=6), st.booleans(), st.booleans())
-def test_a_batch_is_what_its_blocks_are_one_by_one(calls: list[Wanted], quotas: bool, checksums: bool) -> None:
+@given(st.lists(wanted, max_size=6), st.booleans(), st.booleans(), st.booleans())
+def test_a_batch_is_what_its_blocks_are_one_by_one(
+    calls: list[Wanted], quotas: bool, checksums: bool, is_chain: bool
+) -> None:
     limits = {"a": 3 * PAGE_BYTES} if quotas else None
     sides = []
     for _ in range(2):
@@ -1238,8 +1240,11 @@ def test_a_batch_is_what_its_blocks_are_one_by_one(calls: list[Wanted], quotas: 
     for call in calls:
         blocks = [(name(i), None if parent is None else name(parent)) for i, parent in call.blocks]
         nbytes = call.pages * PAGE_BYTES - 1
-        at_once = tier.reserve_all(SPACE, blocks, nbytes, owner, tenant=call.tenant)
-        one_by_one = [other.reserve(SPACE, *block, nbytes, other_owner, tenant=call.tenant) for block in blocks]
+        at_once = tier.reserve_all(SPACE, blocks, nbytes, owner, tenant=call.tenant, is_chain=is_chain)
+        one_by_one: list[Reservation | DropReason] = []
+        for block in blocks:
+            reason = next((each for each in one_by_one if _is_refusal(each)), None) if is_chain else None
+            one_by_one.append(reason or other.reserve(SPACE, *block, nbytes, other_owner, tenant=call.tenant))
         assert [_told(each) for each in at_once] == [_told(each) for each in one_by_one]
         tier.check_integrity()
         made = [each for each in at_once if isinstance(each, Reservation)]
@@ -1274,10 +1279,40 @@ def _heard(tier: HostTier) -> list[object]:
     return told
 
 
+def _is_refusal(outcome: Reservation | DropReason) -> bool:
+    return isinstance(outcome, DropReason) and outcome is not DropReason.ALREADY_STORED
+
+
 def _told(outcome: Reservation | DropReason) -> object:
     if isinstance(outcome, Reservation):
         return outcome.digest, outcome.parent, outcome.lease.slot, outcome.lease.nbytes
     return outcome
+
+
+def test_a_batch_of_slots_that_are_leased_already_takes_these_and_lets_go_of_the_rest() -> None:
+    harness = Harness(8, 8)
+    assert harness.tier.commit([harness.reserve(1)]) == [True]
+    leases = [harness.pool.allocate(PAGE_BYTES, harness.owner) for _ in range(4)]
+    given = [lease for lease in leases if lease is not None]
+    given[3].release()
+    blocks = [(name(i), None if i == 0 else name(i - 1)) for i in range(4)]
+    made = harness.tier.reserve_all(SPACE, blocks, PAGE_BYTES, harness.owner, leases=given)
+    assert [isinstance(each, Reservation) for each in made] == [True, False, True, False]
+    assert made[1::2] == [DropReason.ALREADY_STORED, DropReason.CLOSED]
+    kept = [each for each in made if isinstance(each, Reservation)]
+    assert [each.lease for each in kept] == [given[0], given[2]]
+    assert [lease.live for lease in given] == [True, False, True, False]
+    assert harness.tier.commit(kept) == [True, True]
+    assert harness.held(0, 1, 2, 3) == [True, True, True, False]
+    harness.tier.check_integrity()
+    lease = harness.pool.allocate(PAGE_BYTES, harness.owner)
+    assert lease is not None
+    with pytest.raises(ConfigError):
+        harness.tier.reserve_all(SPACE, [(BlockDigest(b"short"), None)], PAGE_BYTES, harness.owner, leases=[lease])
+    assert not lease.live
+    harness.owner.close()
+    assert harness.pool.usage().num_slots_used == 3
+    harness.pool.close()
 
 
 def test_a_batch_dies_with_its_owner() -> None:

@@ -409,6 +409,53 @@ def test_a_job_takes_as_many_blocks_as_bytes_allow_and_of_one_tier(
     assert (eight.tier.batches, eight.far.batches) == ([[0, 1], [2]], [[3]])
 
 
+def test_what_a_job_brought_is_committed_at_once_prefix_first_and_with_it_what_waited_for_it(
+    eight: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readqueue_module, "READ_BYTES", 2 * PAGE_BYTES)
+    eight.tier.put(0, 1, 3)
+    eight.far.put(2)
+    stage = eight.begin(0, 1, 2, 3)
+    eight.run(1)
+    eight.far_jobs.run_next()
+    assert eight.committed == [], "they continue what is still being read"
+    eight.run()
+    assert eight.committed == [0, 1, 2, 3]
+    assert eight.came_from == ["disk", "far", "disk"]
+    assert (stage.done, eight.leased(stage)) == (True, 4)
+
+
+def test_one_hold_of_the_lock_commits_no_more_than_some_blocks(eight: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readqueue_module, "READ_BYTES", 8 * PAGE_BYTES)
+    monkeypatch.setattr(staging_module, "COMMIT_BLOCKS", 2)
+    eight.tier.put(0, 1, 2)
+    eight.begin(0, 1, 2)
+    eight.run_all()
+    assert eight.committed == [0, 1, 2]
+    assert len(eight.came_from) == 2
+
+
+def test_a_block_that_ends_while_the_one_before_it_is_committed_follows_it(
+    eight: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eight.tier.put(0, 1, 2)
+    stage = eight.begin(0, 1, 2)
+    commit = eight.host.commit
+
+    def and_the_next(reservations: Sequence[Reservation], came_from: str | None = None) -> list[bool]:
+        monkeypatch.undo()
+        outcomes = commit(reservations, came_from)
+        monkeypatch.setattr(eight.host, "commit", and_the_next)
+        while eight.jobs.run_next():
+            pass
+        return outcomes
+
+    monkeypatch.setattr(eight.host, "commit", and_the_next)
+    eight.run()
+    assert eight.committed == [0, 1, 2]
+    assert (stage.done, stage.miss, eight.leased(stage)) == (True, None, 3)
+
+
 # ---- sharing ---------------------------------------------------------------------------------------------------------
 
 
@@ -454,12 +501,12 @@ def test_a_stage_that_comes_while_the_block_is_committed_has_its_lease_too(
     share, lease_run = eight.host.share, eight.host.lease_run
     late: list[Stage] = []
 
-    def and_begin(reservation: Reservation, owner: Owner) -> object:
-        lease = share(reservation, owner)
+    def and_begin(reservations: Sequence[Reservation], owner: Owner) -> object:
+        leases = share(reservations, owner)
         if owner is first._owner:
             late.append(eight.begin(0))
             first.close()
-        return lease
+        return leases
 
     def others_first(namespace: bytes, digests: Sequence[BlockDigest], owner: Owner) -> object:
         if late:
@@ -939,20 +986,22 @@ def test_a_host_pool_full_of_leases_ends_the_stage(eight: Harness) -> None:
 def test_behind_a_block_without_a_slot_nobody_elses_block_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readqueue_module, "READ_BYTES", 8 * PAGE_BYTES)
     harness = Harness(8)
-    real, refused = harness.host.reserve, []
+    real, asked = harness.host._reserve_one, []
 
-    def reserve(space: bytes, digest: BlockDigest, *rest: object, **more: object) -> Reservation | DropReason:
-        if digest == name(1):
-            refused.append(digest)
-            return DropReason.HOST_FULL
-        return real(space, digest, *rest, **more)  # type: ignore[arg-type]
+    def reserve(reservation: Reservation, *rest: object) -> Reservation | DropReason:
+        asked.append(reservation.digest)
+        return DropReason.HOST_FULL if reservation.digest == name(1) else real(reservation, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(harness.host, "reserve", reserve)
+    harness.store(*range(10, 18))  # whoever gets a slot evicts one of these
+    monkeypatch.setattr(harness.host, "_reserve_one", reserve)
     harness.tier.put(0, 1, 2)
     stage = harness.begin(0, 1, 2)
     harness.run_all()
     assert (stage.num_end, stage.miss) == (1, MissReason.HOST_FULL)
     assert harness.tier.read_numbers == [0]
+    assert asked == [name(0), name(1)]
+    assert harness.held(*range(10, 18)).count(False) == 1
+    monkeypatch.undo()
     harness.close()
 
 

@@ -446,8 +446,8 @@ def test_damage_on_disk_is_a_miss(tiny_model: Path, tmp_path: Path, damaged: int
         content = b"".join(llm.engine.block_bytes(cached[damaged][1]))
     flip_a_byte_of(content, tmp_path)
 
-    # Warmed up with one token, the engine takes computing for far slower than it is: however busy the machine, no restore
-    # is given up for it.
+    # Warmed up with one token, the engine takes computing for far slower than it is: however busy the machine, no
+    # restore is given up for it.
     with ReturningProcess(Start(str(tiny_model), 64, asdict(config), overrides, warm_up_tokens=1)) as process:
         assert process.wait_ready().recovered_blocks >= len(cached)
         turn = process.ask(session.messages)

@@ -19,10 +19,11 @@ import pytest
 from kvtier.clock import MonotonicClock
 from kvtier.errors import ConfigError
 from kvtier.fence import Fence
+from kvtier.keys import BlockDigest
 from kvtier.protocol import messages as m
 from kvtier.protocol.admin import AskHealth
 from kvtier.protocol.wire import pack
-from kvtier.reasons import MissReason
+from kvtier.reasons import DropReason, MissReason
 from kvtier.server import admin_client
 from kvtier.server.admin_client import AdminClient, AdminError
 from kvtier.server.listening import UnixSocket
@@ -31,6 +32,7 @@ from kvtier.server.peers import Peer, Process, note_connect
 from kvtier.server.serving import TURN_S, Connection
 from kvtier.server.session import Session
 from kvtier.server.tenants import read_token
+from kvtier.tiers.reservation import Reservation
 from kvtier.tiers.server.address import Address
 from kvtier.tiers.server.channel import Channel
 from tests.server.daemon_rig import BLOCK_BYTES, NAMESPACE, ServerProcess, make_blocks, short_directory, wait_for
@@ -176,21 +178,31 @@ def test_a_slot_that_was_taken_as_a_reset_began_is_given_back() -> None:
         class Host:
             aborted: ClassVar[list[object]] = []
 
-            def reserve(self, *_: object, **__: object) -> object:
+            def reserve_all(self, *_: object, **__: object) -> list[object]:
                 resets.enter_context(fence.shut())
-                return "a slot"
+                return [slot, DropReason.HOST_FULL]
 
             def abort(self, reserved: object) -> None:
                 self.aborted.append(reserved)
 
         fence = Fence(cast("HostTier", Host()), cast("Owner", None))
         waiter = SimpleNamespace(tenant="")
-        read = SimpleNamespace(
-            waiters=[(waiter, 0)], namespace=SPACE, digest=digest(0), parent=None, nbytes=1, reservation=None
-        )
-        assert fence.reserve(cast("StageRead", read)) is MissReason.RESET
-        assert read.reservation is None
-        assert Host.aborted == ["a slot"]
+        slot = Reservation(SPACE, BlockDigest(digest(0)), None, 1)
+        reads = [
+            SimpleNamespace(
+                waiters=[(waiter, 0)],
+                namespace=SPACE,
+                digest=digest(number),
+                parent=None,
+                nbytes=1,
+                reservation=None,
+                failure=None,
+            )
+            for number in range(2)
+        ]
+        fence.reserve([cast("StageRead", read) for read in reads])
+        assert [(read.failure, read.reservation) for read in reads] == [(MissReason.RESET, None)] * 2
+        assert Host.aborted == [slot]
 
 
 # ---- epochs ----------------------------------------------------------------------------------------------------------

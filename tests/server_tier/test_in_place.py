@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError, ForkedError, LeaseError
+from kvtier.granted import SlotKind
 from kvtier.protocol.admin import AskFlush, AskStatus, Flushed, StatusPart
 from kvtier.reasons import DropReason
 from kvtier.server.admin_client import AdminClient
@@ -452,7 +453,7 @@ def test_a_daemon_that_is_killed_costs_misses_and_no_byte_that_is_leased(
         assert space.reserve(DIGESTS[60], None, writer) is DropReason.HOST_FULL
         half.lease.view[100:BLOCK_BYTES] = content(50)[100:]
         assert space.commit([half]) == [True]
-        assert pool_of(store).num_lost >= 10
+        assert pool_of(store)._kinds.count(SlotKind.LOST) >= 10
         with ServerProcess(directory, settings | {"host.size": "8MiB"}) as second:
             until("it is tried", lambda: device_of(store).snapshot().errors.get("connection", 0) > 3)
             assert device_of(store).snapshot().mapped_bytes == 16 << 20, "the memory of before is in use"
@@ -535,7 +536,7 @@ def test_a_daemon_that_was_stopped_gets_back_what_it_granted_before(directory: P
         half.lease.view[:100] = b"\xff" * 100
         server.signal(signal.SIGSTOP)
         store_blocks(space, range(20, 30))
-        until("the connection is lost", lambda: pool_of(store).num_lost > 0)
+        until("the connection is lost", lambda: bool(pool_of(store).lost_eras()))
         server.signal(signal.SIGCONT)
         until("it is used again", lambda: lower_of(store)._guard.breaker.is_closed)
         stocked(store)
@@ -551,7 +552,7 @@ def test_a_daemon_that_was_stopped_gets_back_what_it_granted_before(directory: P
             owner.close()
             settled(store)
             until("the daemon has it back", lambda: quarantined(server) == (0, 0))
-            assert pool_of(store).num_lost == 0
+            assert not pool_of(store).lost_eras()
             restore(others, range(980, 1000))
             settled(other)
 
@@ -585,7 +586,7 @@ def test_a_daemon_that_hangs_costs_one_timeout_and_no_byte(at: DaemonAt) -> None
                 store_blocks(space, range(20, 30))
                 began = time.monotonic()
                 assert restore(space, range(100, 110)) == {}
-                until("the connection is lost", lambda: pool_of(store).num_lost > 0)
+                until("the connection is lost", lambda: bool(pool_of(store).lost_eras()))
                 assert time.monotonic() - began < 3.0
             until("it is used again", lambda: lower_of(store)._guard.breaker.is_closed)
             stocked(store)

@@ -259,7 +259,7 @@ def test_an_answer_that_comes_twice_spoils_no_later_call(server: FakeServer) -> 
 def test_an_answer_that_comes_twice_and_late_is_never_taken_for_another(server: FakeServer) -> None:
     with opened(server.url) as tier:
         server.lies[Remove] = lambda m: [Count(m.id - 1, 7), Count(m.id, 9)]  # the former as if it had been under way
-        with pytest.raises(TierError, match="Count to number [0-9]+, which is not open"):
+        with pytest.raises(TierError, match=r"Count to number [0-9]+, which is not open"):
             tier.remove([key_of("x")])
         del server.lies[Remove]
         assert tier.remove([key_of("x")]) == 0

@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import repeat
 
 from kvtier.clock import Clock
-from kvtier.errors import IntegrityError, TierError
+from kvtier.errors import TierError
 from kvtier.granted import SlotKind
 from kvtier.keys import Key
 from kvtier.leases import Lease
@@ -186,26 +186,28 @@ class InPlace:
                 return []
             self._keeper.check_slots(connection, answer.offsets, slot_bytes)
             sums = answer.checksums if connection.welcome.checksums else repeat(None)
-            given = zip(answer.leases, answer.offsets, sums, strict=False)
             below: list[int] = []
-            refused: list[int] = []
+            there: list[int] = []
             for position, outcome in zip(positions, answer.outcomes, strict=True):
                 if outcome == StageOutcome.OK:
-                    handle, offset, known = next(given)
-                    adoption = _adoption(requests[position])
-                    adoption.checksum = known
-                    # A slot that is used here may be the block's of before, which was removed since.
-                    with suppress(IntegrityError):
-                        adoption.lease = self._pool.adopt(slot_bytes, handle, offset, adoption.owner, era)
-                    if adoption.lease is None:
-                        refused.append(handle)
-                        outcomes[position] = ReadOutcome.REFUSED
-                    else:
-                        adopted.append(position)
+                    there.append(position)
                 elif outcome == StageOutcome.TIMEOUT:
                     below.append(position)
                 else:
                     outcomes[position] = READ_OUTCOMES[outcome]
+            refused: list[int] = []
+            if there:
+                owners = [_adoption(requests[position]).owner for position in there]
+                grants = list(zip(answer.leases, answer.offsets, owners, strict=True))
+                leases = self._pool.adopt_all(slot_bytes, grants, era)
+                for position, handle, known, lease in zip(there, answer.leases, sums, leases, strict=False):
+                    adoption = _adoption(requests[position])
+                    adoption.checksum, adoption.lease = known, lease
+                    if lease is not None:
+                        adopted.append(position)
+                    else:  # its slot may be used here for the block of before, which was removed since
+                        refused.append(handle)
+                        outcomes[position] = ReadOutcome.REFUSED
             if refused:
                 connection.say(Release(0, refused))
         self._verify(batch._replace(positions=adopted), requests, outcomes, damaged)
