@@ -16,6 +16,22 @@ STORING_TESTS = ("tests/connectors/test_storing.py",)
 
 MUTANTS: list[Mutant] = [
     Mutant(
+        name="each slot that comes is compared with all that there are",
+        rules=(),
+        file=GRANTED,
+        old="if handle in self._slot_of or handle in self._returned:",
+        new="if not all(map({handle}.isdisjoint, (self._slot_of, self._returned))):",
+        tests=GRANTED_TESTS,
+    ),
+    Mutant(
+        name="a slot that cannot be adopted is adopted",
+        rules=(),
+        file=GRANTED,
+        old="or self._flaw(slot_bytes, handle, offset, limit) is not None:",
+        new="or False:",
+        tests=GRANTED_TESTS,
+    ),
+    Mutant(
         name="pool: a slot that is leased still is given up with its name",
         rules=(),
         file=SLOTS,

@@ -9,9 +9,12 @@ STAGE = "kvtier/stage.py"
 BASE = "kvtier/tiers/base.py"
 WRITE_BEHIND = "kvtier/writebehind.py"
 READ_QUEUE = "kvtier/readqueue.py"
+STAGING = "kvtier/staging.py"
+HOST = "kvtier/tiers/host.py"
 STORING = "connectors/kvtier_connectors/storing.py"
 
 STAGING_TESTS = "tests/core/test_staging.py"
+HOST_TESTS = "tests/core/test_host_tier.py"
 WRITE_BEHIND_TESTS = "tests/core/test_writebehind.py"
 WRAPPER_TESTS = "tests/core/test_wrappers.py"
 STORING_TESTS = "tests/connectors/test_storing.py"
@@ -40,6 +43,63 @@ MUTANTS: list[Mutant] = [
         old="            if under_way is not None and (",
         new="            if False and (",
         tests=(f"{STAGING_TESTS}::test_stages_share_a_read_*",),
+    ),
+    Mutant(
+        name="a stage leases what is behind a block that failed",
+        rules=(),
+        file=STAGING,
+        old="(read.source, read.failure is None)",
+        new="read.source",
+        tests=(f"{STAGING_TESTS}::test_a_block_that_fails_*",),
+    ),
+    Mutant(
+        name="blocks of two tiers are said to come from one",
+        rules=(),
+        file=STAGING,
+        old="(read.source, read.failure is None)",
+        new="read.failure is None",
+        tests=(f"{STAGING_TESTS}::test_what_a_job_brought_*",),
+    ),
+    Mutant(
+        name="blocks without number are committed under one hold of the lock",
+        rules=(),
+        file=STAGING,
+        old="for start in range(0, len(alike), COMMIT_BLOCKS):\n"
+        "                    batch = alike[start : start + COMMIT_BLOCKS]",
+        new="for batch in (alike,):",
+        tests=(f"{STAGING_TESTS}::test_one_hold_of_the_lock_*",),
+    ),
+    Mutant(
+        name="a block that ended while the one before it was committed waits for ever",
+        rules=(),
+        file=STAGING,
+        old="ready = [late for read in ready for late in read.after]",
+        new="ready = []",
+        tests=(f"{STAGING_TESTS}::test_a_block_that_ends_while_*",),
+    ),
+    Mutant(
+        name="a guard is kept once its block was told",
+        rules=(),
+        file=STAGING,
+        old="self._pool.release_all([read.guard for read in batch if read.guard is not None])",
+        new="pass",
+        tests=(f"{STAGING_TESTS}::test_stages_share_a_read_*",),
+    ),
+    Mutant(
+        name="behind a block without a slot others are evicted",
+        rules=(),
+        file=HOST,
+        old="if is_chain and isinstance(outcome, DropReason)",
+        new="if False and isinstance(outcome, DropReason)",
+        tests=(f"{STAGING_TESTS}::test_behind_a_block_without_a_slot_*", f"{HOST_TESTS}::test_a_batch_is_*"),
+    ),
+    Mutant(
+        name="a slot that came with a block that is here already stays leased",
+        rules=(),
+        file=HOST,
+        old="self._pool.release_all([lease for lease in leases if lease not in kept])",
+        new="pass",
+        tests=(f"{HOST_TESTS}::test_a_batch_of_slots_*",),
     ),
     Mutant(
         name="what a step overwrites is waited for, and dropped all the same",
