@@ -284,8 +284,9 @@ def _drop(socket: str | None, tenant: str, tier: str, yes: bool, as_json: bool) 
         raise ConfigError(f"--drop forgets blocks in every tier, and cannot spare any: leave --tier {tier} out")
     with connect(socket) as client:
         whose = f"tenant {tenant!r}" if tenant else "every tenant"
-        if not yes:
-            typer.confirm(f"Forget all blocks of {whose} of {client.path}, in every tier?", abort=True, err=True)
+        if not (yes or _confirms(f"Forget all blocks of {whose} of {client.path}, in every tier?")):
+            typer.echo("Nothing was forgotten: nobody said yes. Without a terminal, add --yes.", err=True)
+            raise typer.Exit(1)
         for row in ask(client, "AskDrop", tenant=tenant):
             if as_json:
                 typer.echo(json.dumps({"tenant": row["tenant"], "forgotten": row["blocks"], "epoch": row["epoch"]}))
@@ -294,6 +295,13 @@ def _drop(socket: str | None, tenant: str, tier: str, yes: bool, as_json: bool) 
                     f"{row['tenant']}: forgot {row['blocks']} blocks of host memory and all below it; this is epoch "
                     f"{row['epoch']}"
                 )
+
+
+def _confirms(question: str) -> bool:
+    try:
+        return typer.confirm(question, err=True)
+    except typer.Abort:  # the end of the input
+        return False
 
 
 def verify(

@@ -326,11 +326,13 @@ def test_drop_forgets_when_it_is_told_twice(
     stored: Daemon, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = stored.tenants[0].store
-    monkeypatch.setattr(sys, "stdin", io.StringIO("n\n"))
-    code, _, err = run(["flush", "--drop"], capsys)
-    assert code == 1
-    assert "Forget all blocks of every tenant" in err
-    assert store.host.num_blocks == 12
+    for said in ("n\n", ""):  # or there is no terminal
+        monkeypatch.setattr(sys, "stdin", io.StringIO(said))
+        code, _, err = run(["flush", "--drop"], capsys)
+        assert code == 1
+        assert "Forget all blocks of every tenant" in err
+        assert "Nothing was forgotten: nobody said yes. Without a terminal, add --yes." in err
+        assert store.host.num_blocks == 12
     assert show(["flush", "--drop", "--yes"], capsys) == [{"tenant": "default", "forgotten": 12, "epoch": 1}]
     assert (store.host.num_blocks, store.lower[0].tier.usage().num_blocks) == (0, 0)
 
