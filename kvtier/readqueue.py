@@ -19,7 +19,8 @@ READ_BYTES = 8 << 20
 """One job: large enough to keep a device busy, small enough that a prompt's blocks spread over the tier's threads."""
 READ_BLOCKS = 512
 """And no more blocks, however small: under one hold of the lock, about a millisecond."""
-
+JOBS_OF_STAGE = 2
+"""Where jobs may be larger: what a stage has left is for so many of the tier's threads at once."""
 
 MIN_TURNS = 64
 """Clients that are remembered, with stages or without."""
@@ -209,6 +210,7 @@ class ReadQueue:
         self, stage: Stage, busy: AbstractSet[Source], sick: Collection[Source], replaced: list[StageRead]
     ) -> list[StageRead]:
         reads: list[StageRead] = []
+        most = READ_BYTES
         while stage._next < stage._end:
             index, source = stage._next, stage._sources[stage._next]
             name = (stage._namespace, stage._digests[index])
@@ -216,7 +218,9 @@ class ReadQueue:
             if under_way is not None and (source is None or not self._is_stuck(under_way, {*sick} - {source})):
                 stage.join(under_way)
             elif source is not None:
-                if len(reads) * max(stage._nbytes, READ_BYTES // READ_BLOCKS) >= READ_BYTES or source in busy:
+                if not reads:
+                    most = source.tier.read_bytes(READ_BYTES, stage._left[source] * stage._nbytes // JOBS_OF_STAGE)
+                if len(reads) * max(stage._nbytes, most // READ_BLOCKS) >= most or source in busy:
                     break
                 budget = self._budgets.get(source)
                 if (reads and reads[0].source is not source) or budget is None or not budget.can_begin(stage._nbytes):

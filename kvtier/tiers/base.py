@@ -124,7 +124,7 @@ class Tier(ABC):
 
     job_scale = 1
     """How many times as much as others' one call of `write` may be given, where much waits: a fast tier's is as soon
-    over. Never of reads: what is read may lie below a fast tier, in a slow one."""
+    over. Not of reads, see `read_bytes`: what is read may lie below a fast tier, in a slow one."""
 
     keeps_history = False
     """Whether it wants to be told of decisions, for people who ask it why a request was not served."""
@@ -132,6 +132,11 @@ class Tier(ABC):
     def job_bytes(self, least: int, share: int) -> int:
         """What one job may write. least: if it is any other tier's; share: of what waits, a job's part."""
         return min(max(least, share), self.job_scale * least)
+
+    def read_bytes(self, least: int, share: int) -> int:
+        """What one job that begins now may read; as `job_bytes`. Pure, takes no lock: asked under another."""
+        del share
+        return least
 
     def tell(self, decisions: Sequence[Decision]) -> None:
         """What was decided of requests. Allowed to do nothing."""

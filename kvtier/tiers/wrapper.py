@@ -33,6 +33,9 @@ class TierWrapper(Tier):
         """The tier within, which may be a wrapper too."""
         return self._inner
 
+    def read_bytes(self, least: int, share: int) -> int:
+        return self._inner.read_bytes(least, share)
+
     def probe(self) -> None:
         self._inner.probe()
 

@@ -456,6 +456,32 @@ def test_a_block_that_ends_while_the_one_before_it_is_committed_follows_it(
     assert (stage.done, stage.miss, eight.leased(stage)) == (True, None, 3)
 
 
+@pytest.mark.parametrize(("most", "batches"), [(0, 8), (1, 8), (2, 4), (3, 3), (5, 2), (8, 2)])
+def test_a_job_is_as_large_as_its_tier_says_and_of_a_stage_a_share(
+    monkeypatch: pytest.MonkeyPatch, most: int, batches: int
+) -> None:
+    harness = Harness(16)
+    monkeypatch.setattr(harness.tier, "read_bytes", lambda least, share: max(least, min(share, most * least)))
+    harness.tier.put(*range(8))
+    harness.begin(*range(8))
+    harness.run_all()
+    assert [number for batch in harness.tier.batches for number in batch] == [*range(8)]
+    assert len(harness.tier.batches) == batches
+    harness.close()
+
+
+def test_a_larger_job_takes_no_more_blocks_than_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readqueue_module, "READ_BYTES", 8 * PAGE_BYTES)
+    monkeypatch.setattr(readqueue_module, "READ_BLOCKS", 2)
+    harness = Harness(16)
+    monkeypatch.setattr(harness.tier, "read_bytes", lambda least, share: 2 * least)
+    harness.tier.put(*range(8))
+    harness.begin(*range(8))
+    harness.run_all()
+    assert [len(batch) for batch in harness.tier.batches] == [2, 2, 2, 2]
+    harness.close()
+
+
 # ---- sharing ---------------------------------------------------------------------------------------------------------
 
 

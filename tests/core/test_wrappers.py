@@ -113,6 +113,9 @@ class Recorded(Tier):
 
     def start_epoch(self, epoch: int) -> None: ...
     def probe(self) -> None: ...
+    def read_bytes(self, least: int, share: int) -> int:
+        return least + share
+
     def touch(self, keys: Sequence[Key]) -> None: ...
     def tell(self, decisions: Sequence[Decision]) -> None: ...
     def contains(self, keys: Sequence[Key]) -> list[bool]:
@@ -141,6 +144,7 @@ def test_a_wrapper_forwards_the_whole_contract() -> None:
     assert (wrapper.inner, wrapper.name, wrapper.epoch) == (inner, "recorded", 3)
     wrapper.start_epoch(4)
     wrapper.probe()
+    assert wrapper.read_bytes(1, 2) == 3
     wrapper.touch([])
     wrapper.tell([])
     wrapper.check_integrity()

@@ -511,6 +511,32 @@ def test_a_block_that_only_a_lower_tier_has_is_waited_for_elsewhere(server: Fake
     until("and this once it is not used", lambda: 903 in released(server))
 
 
+@pytest.mark.parametrize("outcome", [StageOutcome.TIMEOUT, StageOutcome.MISS, StageOutcome.FULL])
+def test_reads_are_larger_while_all_is_found_in_the_servers_memory(
+    server: FakeServer, rig: Served, outcome: int
+) -> None:
+    _, leases = rig.write("a", "b")
+    rig.pool.release_all(leases)
+    assert rig.read("nowhere")[0] == [ReadOutcome.MISS]
+    for scale in (1, 2, 4, 4):
+        assert rig.tier.read_bytes(1000, 10**9) == scale * 1000
+        assert rig.tier.read_bytes(1000, 900) == 1000
+        assert rig.tier.read_bytes(1000, 1500) == (1000 if scale == 1 else 1500)
+        outcomes, leases = rig.read("a", "b")
+        assert outcomes == [OK, OK]
+        rig.pool.release_all(leases)
+        until("they are given back", lambda: rig.pool.usage().num_slots_used == 0)
+    assert rig.tier.read_bytes(rig.pool.nbytes // 32, 10**9) == rig.pool.nbytes // 16
+    assert rig.tier.read_bytes(rig.pool.nbytes, 10**9) == rig.pool.nbytes
+    at, _, known = server.blocks[key_of("a")]
+    server.lies[Stage] = lambda m: raw(70, m.id, bytes([StageOutcome.OK, outcome]), [950], [at], [known])
+    rig.pool.release_all(rig.read("a", "b")[1])
+    assert rig.tier.read_bytes(1000, 10**9) == 1000
+    del server.lies[Stage]
+    rig.pool.release_all(rig.read("b")[1])
+    assert rig.tier.read_bytes(1000, 10**9) == 2000
+
+
 @pytest.mark.parametrize("outcome", [StageOutcome.FULL, StageOutcome.REFUSED])
 def test_what_cannot_be_had_now_is_no_failure(server: FakeServer, rig: Served, outcome: int) -> None:
     server.lies[Stage] = lambda m: raw(70, m.id, bytes([outcome]), [], [], [])

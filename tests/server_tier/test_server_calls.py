@@ -560,3 +560,11 @@ def test_a_forks_child_is_refused_and_has_no_mapping(server: FakeServer) -> None
         assert get(tier, "a") == [OK]
         here.close()
         there.close()
+
+
+def test_reads_into_memory_of_our_own_are_as_large_as_of_any_tier(server: FakeServer) -> None:
+    with opened(server.url) as tier:
+        assert put(tier, "a") == [WriteOutcome.STORED]
+        for _ in range(3):
+            assert get(tier, "a") == [OK]
+            assert tier.read_bytes(1000, 10**9) == 1000

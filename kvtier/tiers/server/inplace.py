@@ -42,8 +42,19 @@ _PUBLISHED = {
 }
 
 
+MAX_READ_SCALE = 4
+"""So many times as much as others' a job may read while all that is asked for is found in the server's memory: to adopt
+it moves no byte, and each job is a question. Not more: what it finds in a slow tier below all of a sudden has to come
+within one timeout."""
+READ_SHARE = 16
+"""And of the pool no more than this part."""
+
+
 class InPlace:
-    """The calls on blocks of a host pool whose slots are the server's. Any thread; no state of its own but a count."""
+    """The calls on blocks of a host pool whose slots are the server's. Any thread.
+
+    Mutable state: a count, and how large jobs may be, which is a guess: whichever thread writes it last is right.
+    """
 
     def __init__(
         self, keeper: Keeper, caller: Caller, clock: Clock, forget: Callable[[Sequence[Key], float], int]
@@ -56,6 +67,7 @@ class InPlace:
         self._clock = clock
         self.num_damaged = 0
         """Blocks whose bytes were not those of their checksum."""
+        self._read_scale = 1
 
     # ---- down ----------------------------------------------------------------------------------------------------
 
@@ -132,6 +144,10 @@ class InPlace:
 
     # ---- up ------------------------------------------------------------------------------------------------------
 
+    def read_bytes(self, least: int, share: int) -> int:
+        """See `Tier.read_bytes`."""
+        return max(least, min(share, self._read_scale * least, self._pool.nbytes // READ_SHARE))
+
     def read(self, requests: Sequence[ReadRequest], deadline: float) -> list[ReadOutcome]:
         """Adopt blocks: those of host memory at once, others once the server has brought them there."""
         outcomes = [ReadOutcome.ERROR] * len(requests)
@@ -145,6 +161,8 @@ class InPlace:
             try:
                 for batch in batches(blocks, BATCH_BYTES):
                     below = self._adopt(batch, requests, outcomes, damaged, deadline)
+                    is_all_there = all(outcomes[position] is ReadOutcome.OK for position in batch.positions)
+                    self._read_scale = min(2 * self._read_scale, MAX_READ_SCALE) if is_all_there else 1
                     if below:
                         self._bring(batch._replace(positions=below), requests, outcomes, damaged, deadline)
             except ServerError:

@@ -184,6 +184,9 @@ class ServerTier(OwnProcess, Tier):
 
     # ---- Tier ----------------------------------------------------------------------------------------------------
 
+    def read_bytes(self, least: int, share: int) -> int:
+        return least if self._in_place is None else self._in_place.read_bytes(least, share)
+
     def probe(self) -> None:
         """Have the server answer a Ping, and be at hand with its memory where that is the host pool. Raises a TierError
         for what ails it."""

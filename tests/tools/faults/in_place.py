@@ -152,6 +152,22 @@ MUTANTS: list[Mutant] = [
         tests=(f"{STORES}::test_a_block_that_is_adopted_while_a_reset_*",),
     ),
     Mutant(
+        name="in place: jobs stay large once something lies below",
+        rules=(),
+        file=IN_PLACE,
+        old="MAX_READ_SCALE) if is_all_there else 1",
+        new="MAX_READ_SCALE)",
+        tests=(f"{TOLD}::test_reads_are_larger_*",),
+    ),
+    Mutant(
+        name="in place: a job takes a small pool for itself",
+        rules=(),
+        file=IN_PLACE,
+        old=", self._pool.nbytes // READ_SHARE))",
+        new="))",
+        tests=(f"{TOLD}::test_reads_are_larger_*",),
+    ),
+    Mutant(
         name="in place: two runs of the server at the same addresses",
         rules=(),
         file=MAPPING,
