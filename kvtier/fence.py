@@ -11,7 +11,10 @@ from kvtier.stage import StageRead
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.reservation import Reservation
 
-__all__ = ["Fence"]
+__all__ = ["BLOCKS_AT_ONCE", "Fence"]
+
+BLOCKS_AT_ONCE = 32
+"""Reserved, or committed, under one hold of host memory's lock: a millisecond or two where each evicts another."""
 
 
 class Fence:
@@ -53,29 +56,41 @@ class Fence:
         """
         number = self._number if since is None else since
         if number % 2 or number != self._number:
-            for lease in leases:
-                lease.release()
-            self._void(reads)
+            self._refuse(reads, leases, MissReason.RESET)
             return
+        for start in range(0, len(reads), BLOCKS_AT_ONCE):
+            stop = start + BLOCKS_AT_ONCE
+            failure = self._reserve(reads[start:stop], leases[start:stop], number)
+            if failure is not None:
+                self._refuse(reads[stop:], leases[stop:], failure)
+                return
+
+    def _reserve(self, reads: Sequence[StageRead], leases: Sequence[Lease], number: int) -> MissReason | None:
+        """Why those behind these cannot have slots."""
         first = reads[0]
         tenant = first.waiters[0][0].tenant  # whose stage asked first
         blocks = [(read.digest, read.parent) for read in reads]
-        reserved = self._host.reserve_all(
+        outcomes = self._host.reserve_all(
             first.namespace, blocks, first.nbytes, self._owner, tenant=tenant, leases=leases, is_chain=True
         )
         if number != self._number:  # a reset began since, and may have passed here before the slots were taken
-            for outcome in reserved:
+            for outcome in outcomes:
                 if isinstance(outcome, Reservation):
                     self._host.abort(outcome)
-            self._void(reads)
-            return
-        for read, outcome in zip(reads, reserved, strict=True):
+            self._refuse(reads, (), MissReason.RESET)
+            return MissReason.RESET
+        for read, outcome in zip(reads, outcomes, strict=True):
             if isinstance(outcome, Reservation):
                 read.reservation = outcome
+                if read.is_replaced:  # since: who replaced it found nothing to withdraw
+                    self._host.withdraw(outcome)
             elif outcome is not DropReason.ALREADY_STORED:
                 read.failure = MissReason.HOST_FULL
+        return reads[-1].failure
 
     @staticmethod
-    def _void(reads: Sequence[StageRead]) -> None:
+    def _refuse(reads: Sequence[StageRead], leases: Sequence[Lease], failure: MissReason) -> None:
+        for lease in leases:
+            lease.release()
         for read in reads:
-            read.failure = MissReason.RESET
+            read.failure = failure

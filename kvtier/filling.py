@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from kvtier.errors import ClosedError
-from kvtier.fence import Fence
+from kvtier.fence import BLOCKS_AT_ONCE, Fence
 from kvtier.keys import make_key
-from kvtier.leases import Lease, Owner
+from kvtier.leases import Owner
 from kvtier.reasons import MissReason
 from kvtier.stage import StageRead
 from kvtier.tiers.base import Adoption, ReadRequest
@@ -85,58 +85,66 @@ class Filler:
             outcomes = reads[0].source.tier.read(
                 [ReadRequest(make_key(read.namespace, read.digest), NO_BYTES, adoption) for read, adoption in wanted]
             )
-            adopted: list[StageRead] = []
-            leases: list[Lease] = []
-            for (read, adoption), outcome in zip(wanted, outcomes, strict=True):
+            for (read, _), outcome in zip(wanted, outcomes, strict=True):
                 read.note_outcome(outcome)
-                if read.failure is None and adoption.lease is not None:
-                    adopted.append(read)
-                    leases.append(adoption.lease)
-                    adoption.lease = None
+            adopted = [each for each in wanted if each[0].failure is None and each[1].lease is not None]
+            leases = [adoption.lease for _, adoption in adopted if adoption.lease is not None]
+            for _, adoption in adopted:
+                adoption.lease = None
             if adopted:
-                self.fence.reserve(adopted, leases, number)
+                self.fence.reserve([read for read, _ in adopted], leases, number)
         finally:
             for _, adoption in wanted:  # a slot whose block is not well, or of which something failed since
                 if adoption.lease is not None:
                     adoption.lease.release()
 
-    def commit(self, reads: Sequence[StageRead], waiting: Callable[[StageRead], Iterable[Owner]]) -> None:
-        """Make the blocks of these reads from one tier findable, prefix first, each leased by those who wait for it; or
-        give their slots back, and then the read has a failure. Its guard is the caller's to release.
+    def commit(self, reads: Sequence[StageRead], waiting: Callable[[StageRead], Iterable[Owner]]) -> int:
+        """Make blocks findable, prefix first, each leased by those who wait for it; or give their slots back, and then
+        the read has a failure. Returns for how many of the leading reads it did: no more than BLOCKS_AT_ONCE, and as
+        far as the first that became void meanwhile. Their guards are the caller's to release.
 
-        waiting: who waits for the block and was not told yet."""
-        filled = [(read, read.reservation) for read in reads if read.reservation is not None]
-        well = [(read, reservation) for read, reservation in filled if read.failure is None]
-        try:
-            if well:
-                self._commit(well, waiting)
-        except BaseException:  # else their stages would wait for them until their time is over
-            logger.exception("%d staged blocks could not be committed", len(well))
-            for read, _ in well:
-                read.failure = MissReason.TIER_ERROR
-        for read, reservation in filled:
+        reads: from one tier; all failed or none, all with a slot or none. waiting: who waits for the block and was not
+        told yet."""
+        reads = reads[:BLOCKS_AT_ONCE]
+        reservations = [read.reservation for read in reads if read.reservation is not None]
+        if not reservations:
+            return len(reads)
+        number = len(reads)
+        if reads[0].failure is None:
+            try:
+                number = self._commit(reads, reservations, waiting)
+            except BaseException:  # else their stages would wait for them until their time is over
+                logger.exception("%d staged blocks could not be committed", len(reads))
+                for read in reads:
+                    read.failure = MissReason.TIER_ERROR
+        for read, reservation in zip(reads[:number], reservations, strict=False):
             if read.failure is not None:
                 self._host.abort(reservation)
+        return number
 
     def _commit(
         self,
-        well: Sequence[tuple[StageRead, Reservation]],
+        reads: Sequence[StageRead],
+        reservations: Sequence[Reservation],
         waiting: Callable[[StageRead], Iterable[Owner]],
-    ) -> None:
-        reservations = [reservation for _, reservation in well]
+    ) -> int:
         guards = self._host.share(reservations, self._owner)
+        number = next((i for i, guard in enumerate(guards) if guard is None), len(guards))
+        for early in filter(None, guards[number:]):  # of blocks behind one that is void, which come next
+            early.release()
         awaited: dict[Owner, list[Reservation]] = {}
-        for (read, reservation), guard in zip(well, guards, strict=True):
+        for read, reservation, guard in zip(reads[:number], reservations, guards, strict=False):
             read.guard = guard
             for owner in waiting(read):
                 awaited.setdefault(owner, []).append(reservation)
         for owner, theirs in awaited.items():
             with suppress(ClosedError):  # the stage was closed since
                 self._host.share(theirs, owner)
-        outcomes = self._host.commit(reservations, came_from=well[0][0].source.tier.name)
-        for (read, _), is_stored in zip(well, outcomes, strict=True):
+        outcomes = self._host.commit(reservations[:number], came_from=reads[0].source.tier.name)
+        for read, is_stored in zip(reads, [*outcomes, False], strict=False):
             if not is_stored:
                 read.failure = MissReason.RESET
+        return min(number + 1, len(reads))
 
     def _count(self, number: int) -> None:
         with self._lock:

@@ -29,8 +29,6 @@ logger = logging.getLogger("kvtier.staging")
 
 JOBS_AT_ONCE = 2
 """Jobs that a call of the engine's thread begins: enough for the device; their threads begin the rest."""
-COMMIT_BLOCKS = 512
-"""Committed at once: under one hold of host memory's lock, a millisecond or two."""
 
 
 class Stager:
@@ -327,15 +325,12 @@ class Stager:
                 for read in ready:  # which grows
                     ready.extend(read.after)
                     read.after = []
-            # What failed ends before what is behind it is committed: a stage leases nothing behind a gap.
-            for _, group in groupby(ready, lambda read: (read.source, read.failure is None)):
+            for _, group in groupby(ready, _ends_like):
                 alike = list(group)
-                for start in range(0, len(alike), COMMIT_BLOCKS):
-                    batch = alike[start : start + COMMIT_BLOCKS]
-                    self._filler.commit(batch, self._unleased)
-                    for read in batch:
-                        ended |= self._end_read(read)
-                    self._pool.release_all([read.guard for read in batch if read.guard is not None])
+                while alike:
+                    number = self._filler.commit(alike, self._unleased)
+                    ended |= self._end_reads(alike[:number])
+                    del alike[:number]
             ready = [late for read in ready for late in read.after]  # they ended since
         if ended:
             self._tell_listeners()
@@ -346,6 +341,16 @@ class Stager:
             new = read.waiters[read.num_leased :]
             read.num_leased = len(read.waiters)
             return [stage._owner for stage, index in new if not stage._done and index < stage._end]
+
+    def _end_reads(self, reads: Sequence[StageRead]) -> bool:
+        """True if a stage ended by it."""
+        ended = False
+        try:
+            for read in reads:
+                ended |= self._end_read(read)
+        finally:
+            self._pool.release_all([read.guard for read in reads if read.guard is not None])
+        return ended
 
     def _end_read(self, read: StageRead) -> bool:
         """The block is in host memory, or failed: lease it for stages that came last, and tell all. True if one ended
@@ -367,3 +372,8 @@ class Stager:
     def _tell_listeners(self) -> None:
         for listener in self._listeners:
             listener()
+
+
+def _ends_like(read: StageRead) -> tuple[object, ...]:
+    """What ends otherwise ends before what is behind it is committed: a stage leases nothing behind a gap."""
+    return read.source, read.failure is None, read.reservation is None

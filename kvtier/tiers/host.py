@@ -173,11 +173,9 @@ class HostTier(Named, Tier):
                     if checksums is not None:
                         self._checksums[reservation.lease.slot] = checksums[place]
                     self._commit_one(reservation)
-        try:
-            if self._on_commit:
-                self._tell_committed(list(compress(reservations, outcomes)), came_from)
-        finally:
-            self._pool.release_all([reservation.lease for reservation in reservations])
+        if self._on_commit:
+            self._tell_committed(list(compress(reservations, outcomes)), came_from)
+        self._pool.release_all([reservation.lease for reservation in reservations])
         return outcomes
 
     def forget_slots(self, slots: Sequence[int], is_idle: Callable[[int], bool]) -> None:
@@ -197,7 +195,8 @@ class HostTier(Named, Tier):
         """One more lease on each slot that is being filled, for whoever waits for the block; None where it is void."""
         with self._lock:
             filling = [each._phase is FILLING for each in reservations]
-            leases = iter(self._pool.lease_all([each.lease.slot for each in compress(reservations, filling)], owner))
+            slots = [each.lease.slot for each in compress(reservations, filling)]
+            leases = iter(self._pool.lease_all(slots, owner) if slots else ())
         return [next(leases) if each else None for each in filling]
 
     def abort(self, reservation: Reservation) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 from kvtier.keys import Key, make_key
 from kvtier.tiers.reservation import Eviction, Reservation
 
 __all__ = ["Listened", "OnCommit", "OnEvict"]
+
+logger = logging.getLogger("kvtier.tiers")
 
 OnEvict = Callable[[Sequence[Eviction]], None]
 OnCommit = Callable[[Sequence[tuple[Key, Key | None]], str | None], None]
@@ -25,7 +28,8 @@ class Listened:
 
         `on_commit` gets (key, parent's key) pairs, before the blocks can be evicted, and the name of the lower tier
         that they came from (None: from an engine). It is the write-behind hook: a lower tier's queue leases there what
-        it wants to write. Callbacks must be quick and must not raise. Returns a call that ends the subscription.
+        it wants to write. Callbacks must be quick; what one raises is logged, and hurts nobody else. Returns a call
+        that ends the subscription.
         """
         if on_evict is not None:
             self._on_evict = [*self._on_evict, on_evict]
@@ -41,7 +45,10 @@ class Listened:
     def _tell_evicted(self, evicted: Sequence[Eviction]) -> None:
         if evicted:
             for callback in self._on_evict:
-                callback(evicted)
+                try:
+                    callback(evicted)
+                except Exception:
+                    logger.exception("whoever follows what leaves host memory failed at %d blocks", len(evicted))
 
     def _tell_committed(self, reservations: Sequence[Reservation], came_from: str | None) -> None:
         keys: list[tuple[Key, Key | None]] = []
@@ -51,4 +58,7 @@ class Listened:
             keys.append((make_key(space, reservation.digest), above))
         if keys:
             for callback in self._on_commit:
-                callback(keys, came_from)
+                try:
+                    callback(keys, came_from)
+                except Exception:
+                    logger.exception("whoever follows what comes to host memory failed at %d blocks", len(keys))

@@ -411,6 +411,23 @@ def test_a_slot_that_is_being_filled_may_be_leased_for_those_who_wait_for_it(fou
     assert four.held(1) == [False]
 
 
+def test_a_listener_that_raises_hurts_nobody_else(four: Harness, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(*told: object) -> None:
+        raise KeyError("what it must not")
+
+    told: list[object] = []
+    four.tier.subscribe(on_evict=fail, on_commit=fail)
+    four.tier.subscribe(on_evict=told.append, on_commit=lambda blocks, _: told.append(len(blocks)))
+    assert four.tier.commit([four.reserve(number) for number in range(4)]) == [True] * 4
+    reservation = four.reserve(10)
+    four.tier.abort(reservation)
+    assert four.tier.reset(SPACE) == 3
+    assert four.pool.usage().num_leases == 0
+    assert [len(each) if isinstance(each, list) else each for each in told] == [4, 1, 1, 3]
+    assert caplog.text.count("whoever follows what") == 4
+    four.tier.check_integrity()
+
+
 @pytest.mark.parametrize("how", ["abort", "reset", "owner dies"])
 def test_a_void_reservation_is_shared_with_nobody_and_those_who_share_keep_their_bytes(four: Harness, how: str) -> None:
     filling, waiting = four.pool.owner("filling"), four.pool.owner("waiting")
@@ -425,6 +442,8 @@ def test_a_void_reservation_is_shared_with_nobody_and_those_who_share_keep_their
     else:
         filling.close()
     assert four.tier.share([reservation], waiting) == [None]
+    if how == "owner dies":
+        assert four.tier.share([reservation], filling) == [None]
     four.tier.abort(reservation)
     four.tier.check_integrity()
     assert [isinstance(four.try_reserve(number), Reservation) for number in range(10, 14)] == [True] * 3 + [False]

@@ -8,12 +8,15 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvtier import fence as fence_module
+from kvtier import filling as filling_module
 from kvtier import readqueue as readqueue_module
 from kvtier import staging as staging_module
 from kvtier.errors import ClosedError, IntegrityError
@@ -427,12 +430,27 @@ def test_what_a_job_brought_is_committed_at_once_prefix_first_and_with_it_what_w
 
 def test_one_hold_of_the_lock_commits_no_more_than_some_blocks(eight: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readqueue_module, "READ_BYTES", 8 * PAGE_BYTES)
-    monkeypatch.setattr(staging_module, "COMMIT_BLOCKS", 2)
+    monkeypatch.setattr(filling_module, "BLOCKS_AT_ONCE", 2)
     eight.tier.put(0, 1, 2)
     eight.begin(0, 1, 2)
     eight.run_all()
     assert eight.committed == [0, 1, 2]
     assert len(eight.came_from) == 2
+
+
+def test_one_hold_of_the_lock_evicts_no_more_than_some_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readqueue_module, "READ_BYTES", 8 * PAGE_BYTES)
+    monkeypatch.setattr(fence_module, "BLOCKS_AT_ONCE", 2)
+    harness = Harness(16)
+    harness.store(*range(10, 26))
+    evicted: list[int] = []
+    harness.host.subscribe(on_evict=lambda gone: evicted.append(len(gone)))
+    harness.tier.put(*range(8))
+    stage = harness.begin(*range(8))
+    harness.run_all()
+    assert (stage.num_end, stage.miss) == (8, None)
+    assert evicted == [2, 2, 2, 2]
+    harness.close()
 
 
 def test_a_block_that_ends_while_the_one_before_it_is_committed_follows_it(
@@ -701,19 +719,102 @@ def test_a_tier_that_answers_for_too_few_blocks_has_failed(eight: Harness, monke
     assert (stage.num_end, stage.miss) == (0, MissReason.TIER_ERROR)
 
 
-def test_a_commit_that_raises_leaks_nothing(eight: Harness) -> None:
+@pytest.mark.parametrize("num_well", [0, 1])
+def test_a_commit_that_raises_leaks_nothing(eight: Harness, monkeypatch: pytest.MonkeyPatch, num_well: int) -> None:
+    monkeypatch.setattr(readqueue_module, "READ_BYTES", 8 * PAGE_BYTES)
+    monkeypatch.setattr(filling_module, "BLOCKS_AT_ONCE", 1)
     eight.tier.put(0, 1)
+    commit, calls = eight.host.commit, []
 
-    def fail(blocks: object, came_from: object) -> None:
-        raise KeyError("a subscriber that does what it must not")
+    def fail(reservations: Sequence[Reservation], came_from: str | None = None) -> list[bool]:
+        calls.append(came_from)
+        if len(calls) > num_well:
+            raise KeyError("a fault of our own")
+        return commit(reservations, came_from)
 
-    end = eight.host.subscribe(on_commit=fail)
+    monkeypatch.setattr(eight.host, "commit", fail)
     stage = eight.begin(0, 1)
     eight.run_all()
-    end()
-    assert (stage.poll(), stage.miss) == (True, MissReason.TIER_ERROR)
+    assert (stage.poll(), stage.num_end, stage.miss) == (True, num_well, MissReason.TIER_ERROR)
+    assert eight.leased(stage) == num_well + 1, "it leased the block that it waited for, until it is closed"
     stage.close()
     assert eight.pool.usage().num_leases == 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_listeners_of_host_memory_that_raise_cost_nobody_a_block(
+    eight: Harness, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    monkeypatch.setattr(readqueue_module, "READ_BYTES", 8 * PAGE_BYTES)
+
+    def fail(*told: object) -> None:
+        raise KeyError("a subscriber that does what it must not")
+
+    eight.store(*range(10, 18))
+    eight.tier.put(0, 1, 2)
+    if fails:
+        eight.tier.answers[1] = ReadOutcome.ERROR
+    end = eight.host.subscribe(on_commit=fail, on_evict=fail)
+    stage = eight.begin(0, 1, 2)
+    eight.run_all()
+    end()
+    expected = (True, 1, MissReason.TIER_ERROR, 1) if fails else (True, 3, None, 3)
+    assert (stage.done, stage.num_end, stage.miss, eight.leased(stage)) == expected
+    assert eight.held(0, 1, 2) == [True, not fails, True]
+
+
+@pytest.mark.parametrize("how", ["void", "came and went"])
+def test_nothing_is_leased_behind_a_block_that_went_while_its_job_was_read(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(readqueue_module, "READ_BYTES", 8 * PAGE_BYTES)
+    harness = Harness(16)
+    harness.tier.put(0, 1, 2, 3)
+    stage = harness.begin(0, 1, 2, 3)
+    if how == "came and went":
+        harness.store(1)
+    harness.tier.while_reading = lambda: harness.host.remove([make_key(SPACE, name(1))])
+    harness.run_all()
+    reason = MissReason.RESET if how == "void" else MissReason.EVICTED
+    assert (stage.done, stage.num_end, stage.miss, harness.leased(stage)) == (True, 1, reason, 1)
+    assert harness.held(0, 1, 2, 3) == [True, False, True, True], "they are right, and kept for others"
+    harness.tier.while_reading = lambda: None
+    harness.close()
+
+
+def test_a_read_that_is_replaced_while_its_slot_is_set_aside_keeps_no_name(
+    eight: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who replaces it finds no reservation to withdraw yet."""
+    monkeypatch.setattr(readqueue_module, "READ_BYTES", 8 * PAGE_BYTES)
+    eight.tier.put(0, 1)
+    eight.far.put(0, 1)
+    reserve_all = eight.host.reserve_all
+    others: list[Stage] = []
+
+    def and_another_comes(*args: Any, **more: Any) -> object:
+        outcomes = reserve_all(*args, **more)
+        if not others:
+            eight.disk.is_available = False
+            stage = eight.stager.begin("other", SPACE, [name(0), name(1)], None, PAGE_BYTES, 1.0)
+            assert stage is not None
+            others.append(stage)
+        return outcomes
+
+    def meanwhile() -> None:
+        assert eight.host.states(SPACE, [name(0), name(1)]) == [None, None]
+        while eight.far_jobs.run_next():
+            pass
+
+    monkeypatch.setattr(eight.host, "reserve_all", and_another_comes)
+    eight.tier.while_reading = meanwhile
+    first = eight.begin(0, 1)
+    eight.run()
+    eight.stages += others
+    (other,) = others
+    assert (first.done, first.miss) == (True, MissReason.TIER_DOWN)
+    assert (other.done, other.miss, eight.leased(other)) == (True, None, 2)
+    assert eight.far.batches == [[0, 1]]
 
 
 def test_a_key_that_went_between_lookup_and_read_is_a_miss(eight: Harness) -> None:

@@ -10,6 +10,8 @@ BASE = "kvtier/tiers/base.py"
 WRITE_BEHIND = "kvtier/writebehind.py"
 READ_QUEUE = "kvtier/readqueue.py"
 STAGING = "kvtier/staging.py"
+FILLING = "kvtier/filling.py"
+FENCE = "kvtier/fence.py"
 HOST = "kvtier/tiers/host.py"
 STORING = "connectors/kvtier_connectors/storing.py"
 
@@ -72,26 +74,65 @@ MUTANTS: list[Mutant] = [
         name="a stage leases what is behind a block that failed",
         rules=(),
         file=STAGING,
-        old="(read.source, read.failure is None)",
-        new="read.source",
+        old="return read.source, read.failure is None, read.reservation is None",
+        new="return read.source, read.reservation is None",
         tests=(f"{STAGING_TESTS}::test_a_block_that_fails_*",),
     ),
     Mutant(
         name="blocks of two tiers are said to come from one",
         rules=(),
         file=STAGING,
-        old="(read.source, read.failure is None)",
-        new="read.failure is None",
+        old="return read.source, read.failure is None, read.reservation is None",
+        new="return read.failure is None, read.reservation is None",
         tests=(f"{STAGING_TESTS}::test_what_a_job_brought_*",),
+    ),
+    Mutant(
+        name="a stage leases what is behind a block that came and went",
+        rules=(),
+        file=STAGING,
+        old="return read.source, read.failure is None, read.reservation is None",
+        new="return read.source, read.failure is None",
+        tests=(f"{STAGING_TESTS}::test_nothing_is_leased_behind_*",),
+    ),
+    Mutant(
+        name="a stage leases what is behind a block that became void",
+        rules=(),
+        file=FILLING,
+        old="number = next((i for i, guard in enumerate(guards) if guard is None), len(guards))",
+        new="number = len(guards)",
+        tests=(f"{STAGING_TESTS}::test_nothing_is_leased_behind_*",),
+    ),
+    Mutant(
+        name="a read that was replaced keeps the name of its block",
+        rules=(),
+        file=FENCE,
+        old="if read.is_replaced:  # since",
+        new="if False:  # since",
+        tests=(f"{STAGING_TESTS}::test_a_read_that_is_replaced_*",),
+    ),
+    Mutant(
+        name="a job evicts under one hold of the lock whatever it needs",
+        rules=(),
+        file=FENCE,
+        old="stop = start + BLOCKS_AT_ONCE",
+        new="stop = len(reads)",
+        tests=(f"{STAGING_TESTS}::test_one_hold_of_the_lock_evicts_*",),
+    ),
+    Mutant(
+        name="a listener that raises takes others' blocks along",
+        rules=(),
+        file="kvtier/tiers/listeners.py",
+        old='except Exception:\n                    logger.exception("whoever follows what leaves',
+        new='except ZeroDivisionError:\n                    logger.exception("whoever follows what leaves',
+        tests=(f"{STAGING_TESTS}::test_listeners_of_host_memory_*", f"{HOST_TESTS}::test_a_listener_that_raises_*"),
     ),
     Mutant(
         name="blocks without number are committed under one hold of the lock",
         rules=(),
-        file=STAGING,
-        old="for start in range(0, len(alike), COMMIT_BLOCKS):\n"
-        "                    batch = alike[start : start + COMMIT_BLOCKS]",
-        new="for batch in (alike,):",
-        tests=(f"{STAGING_TESTS}::test_one_hold_of_the_lock_*",),
+        file=FILLING,
+        old="reads = reads[:BLOCKS_AT_ONCE]",
+        new="reads = list(reads)",
+        tests=(f"{STAGING_TESTS}::test_one_hold_of_the_lock_commits_*",),
     ),
     Mutant(
         name="a block that ended while the one before it was committed waits for ever",
@@ -105,7 +146,7 @@ MUTANTS: list[Mutant] = [
         name="a guard is kept once its block was told",
         rules=(),
         file=STAGING,
-        old="self._pool.release_all([read.guard for read in batch if read.guard is not None])",
+        old="self._pool.release_all([read.guard for read in reads if read.guard is not None])",
         new="pass",
         tests=(f"{STAGING_TESTS}::test_stages_share_a_read_*",),
     ),
