@@ -310,7 +310,7 @@ def test_a_request_says_how_long_its_blocks_are_worth_keeping_and_whose_they_are
     rig = open_remote()
     asked: list[float | None] = []
     tenants: list[str] = []
-    write, reserve = remote.write, rig.opened.host.reserve
+    write, reserve, reserve_all = remote.write, rig.opened.host.reserve, rig.opened.host.reserve_all
 
     def note_write(requests: Sequence[WriteRequest]) -> list[WriteOutcome]:
         asked.extend(request.ttl_s for request in requests)
@@ -320,8 +320,13 @@ def test_a_request_says_how_long_its_blocks_are_worth_keeping_and_whose_they_are
         tenants.append(tenant)
         return reserve(*args, tenant=tenant, **kwargs)
 
+    def note_all(namespace: bytes, blocks: Sequence[Any], *args: Any, tenant: str = "", **kwargs: Any) -> Any:
+        tenants.extend([tenant] * len(blocks))
+        return reserve_all(namespace, blocks, *args, tenant=tenant, **kwargs)
+
     monkeypatch.setattr(remote, "write", note_write)
     monkeypatch.setattr(rig.opened.host, "reserve", note_reserve)
+    monkeypatch.setattr(rig.opened.host, "reserve_all", note_all)
     rig.add("a", prompt(), options=KVOptions(ttl_s=90.0, tenant="alpha"))
     rig.run()
     assert rig.flush() == 0
