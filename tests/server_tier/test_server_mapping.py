@@ -126,7 +126,7 @@ def test_a_kernel_that_cannot_bring_pages_at_once_is_no_matter(fd: int, monkeypa
     mappings.release(mapping)
 
 
-@pytest.mark.parametrize("nbytes", [1, 4096, 512 << 10, (512 << 10) + 1, (1 << 20) + 77])
+@pytest.mark.parametrize("nbytes", [1, 4096, 512 << 10, (512 << 10) + 1, (1 << 20) + 77, 2 << 20, (4 << 20) + 5])
 def test_blocks_are_hashed_as_they_are_copied(nbytes: int) -> None:
     block = os.urandom(nbytes)
     target = np.zeros(nbytes, np.uint8)

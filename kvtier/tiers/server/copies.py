@@ -13,6 +13,8 @@ __all__ = ["as_bytes", "checksum", "copy_checked", "copy_in"]
 CHUNK_BYTES = 1 << 20
 """Of a copy, hashed while it is in a shared cache. Shorter ones would be in a core's own, and cost more than that
 gains: memory is copied at up to twice the speed where a copy is too long for the caches."""
+WHOLE_BYTES = 2 << 20
+"""Not cut."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -28,10 +30,16 @@ def checksum(block: memoryview) -> int:
 
 def copy_in(target: Bytes, source: Bytes, *, hashed: bool) -> int:
     """Copy a block; the XXH3-64 of what it was at its source, or 0 if it is not to be hashed."""
-    if not hashed:
+    nbytes = len(source)
+    if not hashed or nbytes < CHUNK_BYTES:
         np.copyto(target, source)
-        return 0
-    return _copy(target, source, source)
+        return xxhash.xxh3_64_intdigest(source.data) if hashed else 0
+    digest = xxhash.xxh3_64()
+    for start in range(0, nbytes, WHOLE_BYTES):
+        part = slice(start, start + WHOLE_BYTES)
+        digest.update(source[part].data)  # which fetches it: the copy has only to write
+        np.copyto(target[part], source[part])
+    return digest.intdigest()
 
 
 def copy_checked(target: Bytes, source: Bytes, checksum: int | None) -> bool:
@@ -40,17 +48,12 @@ def copy_checked(target: Bytes, source: Bytes, checksum: int | None) -> bool:
         np.copyto(target, source)
         return True
     # What is hashed is the caller's own by now: what others do to the source after this does not matter.
-    return _copy(target, source, target) == checksum
-
-
-def _copy(target: Bytes, source: Bytes, hashed: Bytes) -> int:
-    nbytes = len(source)
-    if nbytes <= 2 * CHUNK_BYTES:
+    if len(source) <= WHOLE_BYTES:
         np.copyto(target, source)
-        return xxhash.xxh3_64_intdigest(hashed.data)
+        return xxhash.xxh3_64_intdigest(target.data) == checksum
     digest = xxhash.xxh3_64()
-    for start in range(0, nbytes, CHUNK_BYTES):
+    for start in range(0, len(source), CHUNK_BYTES):
         part = slice(start, start + CHUNK_BYTES)
         np.copyto(target[part], source[part])
-        digest.update(hashed[part].data)
-    return digest.intdigest()
+        digest.update(target[part].data)
+    return digest.intdigest() == checksum
