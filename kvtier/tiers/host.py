@@ -173,9 +173,11 @@ class HostTier(Named, Tier):
                     if checksums is not None:
                         self._checksums[reservation.lease.slot] = checksums[place]
                     self._commit_one(reservation)
-        if self._on_commit:
-            self._tell_committed(list(compress(reservations, outcomes)), came_from)
-        self._pool.release_all([reservation.lease for reservation in reservations])
+        try:
+            if self._on_commit:
+                self._tell_committed(list(compress(reservations, outcomes)), came_from)
+        finally:  # an interrupt of the process too comes here
+            self._pool.release_all([reservation.lease for reservation in reservations])
         return outcomes
 
     def forget_slots(self, slots: Sequence[int], is_idle: Callable[[int], bool]) -> None:

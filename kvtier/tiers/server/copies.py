@@ -14,7 +14,7 @@ CHUNK_BYTES = 1 << 20
 """Of a copy, hashed while it is in a shared cache. Shorter ones would be in a core's own, and cost more than that
 gains: memory is copied at up to twice the speed where a copy is too long for the caches."""
 WHOLE_BYTES = 2 << 20
-"""Not cut."""
+"""Copied in one piece: a block of this length is not cut."""
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -147,8 +147,8 @@ MUTANTS: list[Mutant] = [
         name="in place: a block of before a reset comes back",
         rules=(),
         file=FILLING,
-        old="self.fence.reserve(adopted, leases, number)",
-        new="self.fence.reserve(adopted, leases)",
+        old="self.fence.reserve([read for read, _ in adopted], leases, number)",
+        new="self.fence.reserve([read for read, _ in adopted], leases)",
         tests=(f"{STORES}::test_a_block_that_is_adopted_while_a_reset_*",),
     ),
     Mutant(
