@@ -45,8 +45,8 @@ class Stager:
 
     No call blocks or does I/O except `_read`, which runs on the tiers' threads.
 
-    Mutable state: `_queue` and every stage's, guarded by `_lock`, a leaf: nothing is called under it; `_sources`,
-    replaced as a whole.
+    Mutable state: `_queue` and every stage's, guarded by `_lock`, a leaf: nothing is called under it but
+    `Tier.read_bytes`, which is pure; `_sources`, replaced as a whole.
     """
 
     def __init__(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import ParamSpec
 
 from kvtier.keys import Key, make_key
 from kvtier.tiers.reservation import Eviction, Reservation
@@ -12,6 +13,7 @@ __all__ = ["Listened", "OnCommit", "OnEvict"]
 
 logger = logging.getLogger("kvtier.tiers")
 
+P = ParamSpec("P")
 OnEvict = Callable[[Sequence[Eviction]], None]
 OnCommit = Callable[[Sequence[tuple[Key, Key | None]], str | None], None]
 
@@ -44,11 +46,7 @@ class Listened:
 
     def _tell_evicted(self, evicted: Sequence[Eviction]) -> None:
         if evicted:
-            for callback in self._on_evict:
-                try:
-                    callback(evicted)
-                except Exception:
-                    logger.exception("whoever follows what leaves host memory failed at %d blocks", len(evicted))
+            _tell(self._on_evict, evicted)
 
     def _tell_committed(self, reservations: Sequence[Reservation], came_from: str | None) -> None:
         keys: list[tuple[Key, Key | None]] = []
@@ -57,8 +55,12 @@ class Listened:
             above = None if parent is None else make_key(space, parent)
             keys.append((make_key(space, reservation.digest), above))
         if keys:
-            for callback in self._on_commit:
-                try:
-                    callback(keys, came_from)
-                except Exception:
-                    logger.exception("whoever follows what comes to host memory failed at %d blocks", len(keys))
+            _tell(self._on_commit, keys, came_from)
+
+
+def _tell(callbacks: Sequence[Callable[P, None]], *told: P.args, **more: P.kwargs) -> None:
+    for callback in callbacks:
+        try:
+            callback(*told, **more)
+        except Exception:  # it is somebody else's, and the blocks of all others are in our hands
+            logger.exception("whoever follows what comes to host memory and leaves it failed: %r", callback)

@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -216,7 +217,7 @@ def test_an_adopted_block_that_no_index_names_is_returned_with_its_lease(rig: Ri
 def test_what_is_adopted_is_looked_for_among_slots_and_not_in_each_of_them(rig: Rig) -> None:
     """As any slot that comes: the cost of one does not grow with how many there are."""
 
-    class Handles(dict):  # type: ignore[type-arg]
+    class Handles(dict[int, Any]):
         def __iter__(self) -> Iterator[int]:
             raise AssertionError("all handles were gone through")
 

@@ -1115,9 +1115,9 @@ def test_behind_a_block_without_a_slot_nobody_elses_block_is_evicted(monkeypatch
     harness = Harness(8)
     real, asked = harness.host._reserve_one, []
 
-    def reserve(reservation: Reservation, *rest: object) -> Reservation | DropReason:
+    def reserve(reservation: Reservation, *rest: Any) -> Reservation | DropReason:
         asked.append(reservation.digest)
-        return DropReason.HOST_FULL if reservation.digest == name(1) else real(reservation, *rest)  # type: ignore[arg-type]
+        return DropReason.HOST_FULL if reservation.digest == name(1) else real(reservation, *rest)
 
     harness.store(*range(10, 18))  # whoever gets a slot evicts one of these
     monkeypatch.setattr(harness.host, "_reserve_one", reserve)

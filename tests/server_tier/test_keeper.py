@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -37,6 +38,7 @@ from kvtier.tiers.base import Adoption, ReadOutcome, ReadRequest, WriteOutcome, 
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.server import ServerTier, inplace
 from kvtier.tiers.server.copies import checksum
+from kvtier.tiers.server.failures import GarbledError
 from kvtier.tiers.server.keeper import FULL_PAUSE_S, REFUSED_PAUSE_S, SERVER_SHARE
 from tests.server_tier.rig import (
     BLOCK_BYTES,
@@ -344,6 +346,25 @@ def test_no_slot_comes_of_a_lie(server: FakeServer, lie: str) -> None:
         rig.pool.check_integrity()
         del server.lies[Grant]
         rig.works()
+
+
+@pytest.mark.parametrize(
+    ("offset", "is_slot"),
+    [
+        (0, True),
+        (POOL_BYTES - SLOT_BYTES, True),
+        (POOL_BYTES - SLOT_BYTES + PAGE, False),
+        (POOL_BYTES, False),
+        (1 << 39, False),
+        (-PAGE, False),
+        (SLOT_BYTES + 1, False),
+    ],
+)
+def test_a_slot_is_whole_and_of_whole_pages_of_the_memory(rig: Served, offset: int, is_slot: bool) -> None:
+    with rig.tier._keeper.connection(time.monotonic() + 1.0) as (connection, _):  # type: ignore[union-attr]
+        with contextlib.nullcontext() if is_slot else pytest.raises(GarbledError, match="slots of"):
+            rig.tier._keeper.check_slots(connection, [0, offset], SLOT_BYTES)  # type: ignore[union-attr]
+        assert connection.is_broken != is_slot
 
 
 def test_a_slot_that_is_in_use_is_not_granted_again(server: FakeServer, rig: Served) -> None:

@@ -91,8 +91,8 @@ MUTANTS: list[Mutant] = [
         name="granted: a slot may lie where a lost one is in use",
         rules=(),
         file=GRANTED,
-        old="            if not self._pages.are_free(offset, slot_bytes):",
-        new="            if self._lost_era is None and not self._pages.are_free(offset, slot_bytes):",
+        old="        if not self._pages.are_free(offset, slot_bytes):",
+        new="        if self._lost_era is None and not self._pages.are_free(offset, slot_bytes):",
         tests=GRANTED_TESTS,
     ),
     Mutant(
@@ -107,8 +107,8 @@ MUTANTS: list[Mutant] = [
         name="granted: adopted blocks are more than the pool may have",
         rules=(),
         file=GRANTED,
-        old=" or self._granted_bytes + slot_bytes > self._max_bytes:",
-        new=":",
+        old="has_room = self._granted_bytes + slot_bytes <= self._max_bytes",
+        new="has_room = True",
         tests=GRANTED_TESTS,
     ),
     Mutant(
